@@ -1,0 +1,17 @@
+"""What has to be settled before TensorFlow is imported, for every test."""
+
+import os
+
+# One thread each: no sum is cut differently from run to run, and the peak of a step does not depend on the scheduler.
+os.environ["TF_NUM_INTEROP_THREADS"] = "1"
+os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
+os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "1"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A step that could not be planned only warns, and then trains right.
+    config.addinivalue_line("filterwarnings", "error::tf_echo.EchoWarning")

@@ -1,0 +1,448 @@
+"""Judge a plan before it is carried out: the same simulator for the step as it is and as it would
+be.
+
+`rewire` applies decisions to a view exactly as the rewriter applies them to TensorFlow's graph.
+`choose` drops decisions that do not lower the simulated peak, region by region, and all of them
+where the peak is not lower in the end.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tf_echo import gating
+from tf_echo.graph_view import GraphView, Node, ViewBuilder
+from tf_echo.memory_model import Timeline, simulate
+from tf_echo.plan import PeakMemory, RegionDecision
+
+GUARD_BYTES = 4096
+"""Above this size a gated input is simulated as a copy of its own."""
+
+_TOLERANCE = 0.002
+_TRIVIAL_SHARE = 0.005
+_SIMULATED_NODES = 60_000
+_SMALL_NODES = 10_000
+_ACTIVATION_SHARE = 4
+"""With an open batch size plans are judged where activations are this many times the variables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewired:
+    """A view with some regions recomputed."""
+
+    view: GraphView
+    originals: tuple[int, ...]
+    """For each tensor of `view` the tensor of the old view that it is or copies; -1 for guards."""
+    regions: tuple[int, ...]
+    """For each node of `view` the region that it recomputes; -1 for the step's own nodes."""
+
+
+def rewire(
+    view: GraphView, decisions: Sequence[RegionDecision], untied: Sequence[str] = ()
+) -> Rewired:
+    """The view as it is after the decisions are carried out and the ties of the names given are
+    undone.
+
+    Copies of a region's nodes come right before the first backward node that reads them; every
+    backward node that reads the values of a recomputed tensor reads the copy.
+    """
+    return _Rewiring(view, [d for d in decisions if d.recompute], untied).run()
+
+
+class _Rewiring:
+    """The state of one `rewire`."""
+
+    def __init__(self, view: GraphView, decisions: Sequence[RegionDecision], untied: Sequence[str]):
+        self.view, self.builder = view, ViewBuilder()
+        self.tied = frozenset(view.by_name[name] for name in untied)
+        self.passed = gating.past_ties(view, self.tied)
+        self.renamed: dict[int, int] = {}
+        self.copies: dict[int, int] = {}
+        self.places: dict[int, int] = {}
+        self.originals: list[int] = []
+        self.regions: list[int] = []
+        self.due: dict[int, list[tuple[RegionDecision, list[Node]]]] = {}
+        for decision in decisions:
+            nodes = [view.node(name) for name in decision.nodes]
+            readers = [
+                r for n in nodes for t in n.outputs for r in gating.backward_readers(view, t)
+            ]
+            if readers:
+                self.due.setdefault(min(readers), []).append((decision, nodes))
+        self.waits = gating.waits(view, sorted(self.due))
+        self.after: dict[int, list[int]] = {}
+        changes = bool(self.due or self.tied)
+        for first, second in gating.put_offs(view, self.passed) if changes else ():
+            self.after.setdefault(second, []).append(first)
+
+    def run(self) -> Rewired:
+        view = self.view
+        for node in view.nodes:
+            if node.id in self.places or node.id in self.tied:
+                continue
+            for decision, nodes in self.due.get(node.id, ()):
+                self._add_region(decision, nodes, [self.places[n] for n in self.waits[node.id]])
+            inputs = [self._source(node, t) for t in node.inputs]
+            control = [self._place(c) for c in (*node.control_inputs, *self.after.get(node.id, ()))]
+            added = self._add(node, node.name, inputs, control, node.backward, -1)
+            self.places[node.id] = added.id
+            self.renamed.update(zip(node.outputs, added.outputs, strict=True))
+        loss = self.renamed[view.loss]
+        new = GraphView(
+            tuple(self.builder.nodes),
+            tuple(self.builder.tensors),
+            loss,
+            view.weight_bytes,
+            view.batch_size,
+        )
+        return Rewired(new, tuple(self.originals), tuple(self.regions))
+
+    def _source(self, node: Node, tensor: int) -> int:
+        tensor = self.passed.get(tensor, tensor)
+        if node.backward and tensor in self.copies and gating.reads_values(node):
+            return self.copies[tensor]
+        return self.renamed[tensor]
+
+    def _add(
+        self,
+        node: Node,
+        name: str,
+        inputs: Sequence[int],
+        control: Sequence[int],
+        backward: bool,
+        region: int,
+    ) -> Node:
+        outputs = [self.view.tensors[t] for t in node.outputs]
+        sizes = [(t.nbytes, t.dtype, t.scales, t.known) for t in outputs]
+        self.originals.extend(node.outputs)
+        self.regions.append(region)
+        return self.builder.add(name, node.op, inputs, sizes, control, backward)
+
+    def _place(self, node: int) -> int:
+        """The new place of a node.
+
+        An early source that is not there yet is added, with its handle.
+        """
+        if node not in self.places:
+            old = self.view.nodes[node]
+            for tensor in old.inputs:
+                self._place(self.view.tensors[tensor].node)
+            inputs = [self.renamed[t] for t in old.inputs]
+            added = self._add(old, old.name, inputs, (), True, -1)
+            self.places[node] = added.id
+            self.renamed.update(zip(old.outputs, added.outputs, strict=True))
+        return self.places[node]
+
+    def _add_region(
+        self, decision: RegionDecision, nodes: Sequence[Node], waits: Sequence[int]
+    ) -> None:
+        gate = self.renamed[self.view.tensor_named(decision.gate)]
+        control = (self.builder.tensors[gate].node, *waits)
+        guarded = gating.guarded_tensors(self.view, nodes)
+        own = {t: self._guard(decision, t, gate) for t in sorted(guarded)}
+        for node in nodes:
+            inputs = [own.get(t, self.renamed.get(t, -1)) for t in node.inputs]
+            tied = control if guarded.intersection(node.inputs) else ()
+            name = f"{node.name}/recompute{decision.region}"
+            copy = self._add(node, name, inputs, tied, True, decision.region)
+            own.update(zip(node.outputs, copy.outputs, strict=True))
+            self.copies.update(zip(node.outputs, copy.outputs, strict=True))
+
+    def _guard(self, decision: RegionDecision, tensor: int, gate: int) -> int:
+        source = self.view.tensors[tensor]
+        if source.nbytes <= GUARD_BYTES:
+            return self.renamed[tensor]
+        size = (source.nbytes, source.dtype, source.scales, source.known)
+        name = f"{self.view.tensor_name(tensor)}/gate{decision.region}".replace(":", "_")
+        node = self.builder.add(name, "AddV2", [self.renamed[tensor], gate], [size], (), True)
+        self.originals.append(-1)
+        self.regions.append(decision.region)
+        return node.outputs[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is worth carrying out, and the peaks without and with it."""
+
+    decisions: tuple[RegionDecision, ...]
+    untied: tuple[str, ...]
+    before: PeakMemory
+    after: PeakMemory
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """A plan together with the step that it leads to."""
+
+    decisions: tuple[RegionDecision, ...]
+    untied: tuple[str, ...]
+    rewired: Rewired
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+
+def judging_scale(view: GraphView, timeline: Timeline) -> float:
+    """The multiple of the view's batch size at which activations outweigh variables.
+
+    With an open batch size plans are judged there: whoever runs out of memory has a batch as large
+    as that.
+    """
+    scaling = sum(
+        t.nbytes
+        for t in view.tensors
+        if t.scales
+        and timeline.born[t.id] >= 0
+        and not view.nodes[t.node].backward
+        and any(view.nodes[c].backward for c in view.consumers[t.id])
+    )
+    if not scaling:
+        return 1.0
+    return float(max(1, -(-_ACTIVATION_SHARE * view.weight_bytes // scaling)))
+
+
+def choose(
+    view: GraphView,
+    decisions: Sequence[RegionDecision],
+    untied: Sequence[str],
+    scale: float,
+    small: float | None = None,
+) -> Choice:
+    """Keeps what lowers the simulated peak.
+
+    Args:
+        view: the step as it is.
+        decisions: what a solver proposes.
+        untied: names of the ties that may be undone.
+        scale: factor on tensors that grow with the batch, for judging.
+        small: another factor at which the plan must not be above the baseline either; None where
+            the batch size is fixed.
+
+    Returns:
+        All decisions, those that do not help turned into keeping, and both peaks.
+    """
+    baseline = simulate(view, scale)
+    decisions = _drop_trivial(decisions)
+    best = _refine(view, _try(view, decisions, untied, scale), scale, baseline)
+    worse = best.peak_bytes >= baseline.peak_bytes
+    if not worse and small is not None and small != scale:
+        smaller = simulate(best.rewired.view, small)
+        worse = smaller.peak_bytes > simulate(view, small).peak_bytes
+    before = peak_memory(view, baseline)
+    if worse:
+        dropped = tuple(_drop(d, "the predicted peak would not be lower") for d in decisions)
+        return Choice(dropped, (), before, before, _why_nothing(decisions))
+    after = peak_memory(best.rewired.view, best.timeline)
+    return Choice(best.decisions, best.untied, before, after, "")
+
+
+def _why_nothing(decisions: Sequence[RegionDecision]) -> str:
+    if any(d.recompute for d in decisions):
+        return "Nothing is changed: the predicted peak would not be lower."
+    return "Nothing is changed: no region would keep fewer bytes."
+
+
+def _try(
+    view: GraphView, decisions: Sequence[RegionDecision], untied: Sequence[str], scale: float
+) -> _Trial:
+    rewired = rewire(view, decisions, untied)
+    return _Trial(tuple(decisions), tuple(untied), rewired, simulate(rewired.view, scale))
+
+
+def peak_memory(view: GraphView, timeline: Timeline) -> PeakMemory:
+    """What the peak of a timeline is made of."""
+    residuals = sum(
+        timeline.sizes[t] for t in timeline.live_at(timeline.peak_step) if waits(view, t)
+    )
+    total = timeline.peak_bytes
+    return PeakMemory(total, view.weight_bytes, residuals, total - view.weight_bytes - residuals)
+
+
+def waits(view: GraphView, tensor: int) -> bool:
+    """Whether a tensor's memory is a residual.
+
+    Made by the forward pass and read by the backward pass.
+    """
+    if view.nodes[view.tensors[tensor].node].backward:
+        return False
+    return tensor in _residual_buffers(view)
+
+
+def _residual_buffers(view: GraphView) -> frozenset[int]:
+    cached = view.__dict__.get("_residual_buffers")
+    if cached is None:
+        cached = frozenset(
+            view.buffers[t]
+            for node in view.nodes
+            if node.backward
+            for t in node.inputs
+            if not view.nodes[view.tensors[t].node].backward
+        )
+        view.__dict__["_residual_buffers"] = cached
+    return cached
+
+
+def _drop(decision: RegionDecision, reason: str) -> RegionDecision:
+    if not decision.recompute:
+        return decision
+    return dataclasses.replace(
+        decision, recompute=False, added_seconds=0.0, reason=reason, nodes=(), gate=""
+    )
+
+
+def _refine(view: GraphView, first: _Trial, scale: float, baseline: Timeline) -> _Trial:
+    """Drops what makes the peak by its own recomputation, then regions that the peak does not
+    need.
+    """
+    rounds = max(1, min(6, _SIMULATED_NODES // len(view.nodes)))
+    steps = gating.steps_of(simulate(view))
+    best = trial = first
+    for _ in range(rounds):
+        culprit = _region_at_peak(trial)
+        if culprit is None:
+            break
+        trial = min(
+            (
+                _try(
+                    view,
+                    [change if d.region == culprit else d for d in trial.decisions],
+                    first.untied,
+                    scale,
+                )
+                for change in _alternatives(view, trial, culprit, steps)
+            ),
+            key=lambda t: t.peak_bytes,
+        )
+        if trial.peak_bytes < best.peak_bytes:
+            best = trial
+    if best.peak_bytes >= baseline.peak_bytes:
+        return best
+    return _slim(view, best, scale)
+
+
+def _alternatives(
+    view: GraphView, trial: _Trial, culprit: int, steps: Sequence[int]
+) -> list[RegionDecision]:
+    """Other decisions for a region.
+
+    To keep it, or to keep what its first reader reads (it waits the shortest).
+    """
+    decision = next(d for d in trial.decisions if d.region == culprit)
+    kept = _drop(decision, "its recomputation would make the peak")
+    nodes = [view.node(name) for name in decision.nodes]
+    first = min(r for n in nodes for t in n.outputs for r in gating.backward_readers(view, t))
+    read = set(view.nodes[first].inputs)
+    used = {t for n in nodes for t in n.inputs}
+    ends = [n for n in nodes if read & set(n.outputs) and not used & set(n.outputs)]
+    rest = [n for n in nodes if n not in ends]
+    readers = [r for n in rest for t in n.outputs for r in gating.backward_readers(view, t)]
+    if not ends or not readers:
+        return [kept]
+    gate = gating.find_gates(view, {culprit: readers}, steps)[culprit]
+    share = decision.added_seconds / len(nodes)
+    smaller = dataclasses.replace(
+        decision,
+        nodes=tuple(n.name for n in rest),
+        gate=view.tensor_name(gate),
+        released_bytes=decision.released_bytes
+        - sum(view.tensors[t].nbytes for n in ends for t in n.outputs),
+        added_seconds=decision.added_seconds - share * len(ends),
+    )
+    return [smaller, kept]
+
+
+def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
+    """The same plan without regions that the peak does not need."""
+    useless = _useless(best)
+    while useless:
+        decisions = [
+            _drop(d, "the peak does not depend on it") if d.region in useless else d
+            for d in best.decisions
+        ]
+        slim = _try(view, decisions, best.untied, scale)
+        if slim.peak_bytes <= best.peak_bytes * (1 + _TOLERANCE):
+            return slim
+        useless = useless[: len(useless) // 2] if len(view.nodes) < _SMALL_NODES else []
+    return best
+
+
+def _drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:
+    """Drops the smallest savings, as long as all of them together are too small to matter."""
+    gains = {d.region: d.released_bytes - d.kept_bytes for d in decisions if d.recompute}
+    allowance = _TRIVIAL_SHARE * sum(max(gain, 0) for gain in gains.values())
+    trivial: set[int] = set()
+    for region in sorted(gains, key=lambda r: (gains[r], r)):
+        allowance -= max(gains[region], 0)
+        if allowance < 0:
+            break
+        trivial.add(region)
+    return [_drop(d, "too small to matter") if d.region in trivial else d for d in decisions]
+
+
+def _region_at_peak(trial: _Trial) -> int | None:
+    """The region whose copies hold the most memory at the peak."""
+    rewired, timeline = trial.rewired, trial.timeline
+    held: dict[int, int] = {}
+    for tensor in timeline.live_at(timeline.peak_step):
+        region = rewired.regions[rewired.view.tensors[tensor].node]
+        if region >= 0:
+            held[region] = held.get(region, 0) + timeline.sizes[tensor]
+    return max(held, key=lambda r: (held[r], -r), default=None)
+
+
+def _useless(trial: _Trial) -> list[int]:
+    """Regions whose residuals may as well stay, the slowest to recompute for what they save first.
+
+    Their residuals are in memory only while less than the peak is in use.
+    """
+    timeline = trial.timeline
+    usage = np.array(timeline.usage, dtype=np.int64)
+    limit = int(usage.max() + timeline.peak_bytes * _TOLERANCE / 2)
+    intervals = _released_intervals(trial.rewired, timeline)
+    found = []
+    for decision in sorted((d for d in trial.decisions if d.recompute), key=_worth):
+        added = usage.copy()
+        for start, end, size in intervals.get(decision.region, ()):
+            added[start:end] += size
+        if added.max(initial=0) <= limit:
+            usage = added
+            found.append(decision.region)
+    return found
+
+
+def _worth(decision: RegionDecision) -> tuple[float, int]:
+    """Bytes saved for each second added."""
+    gain = decision.released_bytes - decision.kept_bytes
+    return gain / max(decision.added_seconds, 1e-9), decision.region
+
+
+def _released_intervals(
+    rewired: Rewired, timeline: Timeline
+) -> dict[int, list[tuple[int, int, int]]]:
+    """For each region the steps between the last forward use and the recomputation of what it
+    makes, and its bytes.
+    """
+    died: dict[int, int] = {}
+    intervals: dict[int, list[tuple[int, int, int]]] = {}
+    for tensor, original in enumerate(rewired.originals):
+        region = rewired.regions[rewired.view.tensors[tensor].node]
+        if original < 0 or rewired.view.buffers[tensor] != tensor:
+            continue
+        if region < 0:
+            died[original] = timeline.died[tensor]
+        elif _read_by_backward(rewired, tensor) and died.get(original, -1) >= 0:
+            span = (died[original] + 1, timeline.born[tensor], timeline.sizes[tensor])
+            intervals.setdefault(region, []).append(span)
+    return intervals
+
+
+def _read_by_backward(rewired: Rewired, tensor: int) -> bool:
+    view, regions = rewired.view, rewired.regions
+    return any(
+        regions[c] < 0 or view.nodes[c].op in ("Reshape", "Identity")
+        for c in view.consumers[tensor]
+    )

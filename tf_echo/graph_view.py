@@ -1,0 +1,273 @@
+"""A train step as frozen data: what runs, what it reads, how large each tensor is.
+
+A view holds the nodes of one traced train step in an order in which they may run: first the
+*forward* nodes (those the loss depends on), then the *backward* nodes (gradients and optimizer
+updates). It imports no TensorFlow, so that plans are made, judged and tested on plain data.
+`parse_view` and `str(view)` are inverse to each other.
+
+Known gap: the bodies of loops, calls and conditionals are carried along (`Node.bodies`) but nothing
+looks into them yet.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tf_echo import op_traits
+
+
+class Tensor(NamedTuple):
+    """One output of a node. `id` is its place in `GraphView.tensors`."""
+
+    id: int
+    node: int
+    """Id of the node that produces it."""
+    output_index: int
+    """Which of the node's outputs it is."""
+    nbytes: int
+    """Size in bytes, at the view's batch size; 0 for resources; see `known`."""
+    dtype: str
+    scales: bool
+    """Whether the size grows with the batch."""
+    known: bool
+    """Whether the size is certain. A tensor of unknown size is never recomputed."""
+
+
+class Node(NamedTuple):
+    """One operation. `id` is its place in `GraphView.nodes`."""
+
+    id: int
+    name: str
+    op: str
+    inputs: tuple[int, ...]
+    """Ids of the tensors that it reads, in order."""
+    outputs: tuple[int, ...]
+    """Ids of the tensors that it produces, in order."""
+    control_inputs: tuple[int, ...] = ()
+    """Ids of the nodes that must have run before it."""
+    backward: bool = False
+    """Whether it is no ancestor of the loss."""
+    bodies: tuple["GraphView", ...] = ()
+    """Graphs that it runs: loop bodies, called functions, branches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphView:
+    """One train step, ordered so that every node comes after what it reads.
+
+    Example:
+
+    ```python
+    view = parse_view('''
+        x = Placeholder [1MiB]
+        y = Tanh x [1MiB]
+        loss = Mean y [4B]
+        backward:
+        dy = TanhGrad y loss [1MiB]
+    ''')
+    view.node("y").op     # "Tanh"
+    ```
+    """
+
+    nodes: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+    loss: int
+    """Id of the loss, a tensor."""
+    weight_bytes: int = 0
+    """Bytes of the variables that live across steps."""
+    batch_size: int | None = None
+    """The batch size that sizes were computed for, where the graph left it open."""
+
+    @functools.cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """For each tensor the ids of the nodes that read it, once per reading."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for node in self.nodes:
+            for tensor in node.inputs:
+                found[tensor].append(node.id)
+        return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def buffers(self) -> tuple[int, ...]:
+        """For each tensor the id of the tensor whose memory it shares (itself unless it is a
+        view).
+        """
+        roots = list(range(len(self.tensors)))
+        for node in self.nodes:
+            if op_traits.is_view(node.op):
+                for source, output in zip(node.inputs, node.outputs, strict=False):
+                    roots[output] = roots[source]
+        return tuple(roots)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, int]:
+        """Node ids by node name."""
+        return {node.name: node.id for node in self.nodes}
+
+    def node(self, name: str) -> Node:
+        """The node of that name; KeyError where there is none."""
+        return self.nodes[self.by_name[name]]
+
+    def tensor_name(self, tensor: int) -> str:
+        """`"node"` for a first output, `"node:1"` for a second one."""
+        _, node, index, *_ = self.tensors[tensor]
+        return self.nodes[node].name + (f":{index}" if index else "")
+
+    def tensor_named(self, name: str) -> int:
+        """The inverse of `tensor_name`; KeyError where there is none."""
+        node, _, index = name.partition(":")
+        outputs = self.nodes[self.by_name[node]].outputs
+        if int(index or 0) >= len(outputs):
+            raise KeyError(name)
+        return outputs[int(index or 0)]
+
+    def verify(self) -> None:
+        """Raises ValueError where ids, order or the forward/backward split are inconsistent."""
+        for place, node in enumerate(self.nodes):
+            if node.id != place:
+                raise ValueError(f"Node {node.name!r} has id {node.id} at place {place}.")
+            sources = [self.tensors[t].node for t in node.inputs] + list(node.control_inputs)
+            if any(source >= node.id for source in sources):
+                raise ValueError(f"Node {node.name!r} comes before something that it needs.")
+            if not node.backward and any(self.nodes[s].backward for s in sources):
+                raise ValueError(f"Forward node {node.name!r} needs a backward node.")
+            if any(self.tensors[t].node != node.id for t in node.outputs):
+                raise ValueError(f"An output of node {node.name!r} names another producer.")
+
+    def __str__(self) -> str:
+        lines, backward = [], False
+        for node in self.nodes:
+            if node.backward and not backward:
+                backward = True
+                lines.append("backward:")
+            lines.append(self._line(node))
+        lines.append(f"loss: {self.tensor_name(self.loss)}")
+        return "\n".join(lines)
+
+    def _line(self, node: Node) -> str:
+        words = [f"{node.name} = {node.op}"]
+        words += [self.tensor_name(t) for t in node.inputs]
+        words += ["^" + self.nodes[c].name for c in node.control_inputs]
+        sizes = ", ".join(_size_text(self.tensors[t]) for t in node.outputs)
+        return " ".join([*words, f"[{sizes}]"])
+
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_LINE = re.compile(r"(?P<name>\S+) = (?P<op>\S+)(?P<inputs>[^\[]*)(\[(?P<sizes>.*)\])?$")
+
+
+def _size_text(tensor: Tensor) -> str:
+    if not tensor.known:
+        return "?"
+    unit = max((u for u in _UNITS if tensor.nbytes % _UNITS[u] == 0), key=_UNITS.__getitem__)
+    unit = unit if tensor.nbytes else "B"
+    text = f"{tensor.nbytes // _UNITS[unit]}{unit}"
+    text += f" {tensor.dtype}" if tensor.dtype != "float32" else ""
+    return text if tensor.scales else f"{text} fixed"
+
+
+def _parse_size(text: str) -> tuple[int, str, bool, bool]:
+    words = text.split()
+    if not words or words[0] == "?":
+        return 0, "float32", True, False
+    match = re.fullmatch(r"(\d+)([KMG]i)?B", words[0])
+    if match is None:
+        raise ValueError(f"A size must read like '4B', '16KiB' or '1MiB'. Received: {text!r}")
+    nbytes = int(match[1]) * _UNITS[(match[2] or "") + "B"]
+    dtype = next((word for word in words[1:] if word != "fixed"), "float32")
+    return nbytes, dtype, "fixed" not in words, True
+
+
+def parse_view(text: str, weight_bytes: int = 0) -> GraphView:
+    """Builds a view from text, one node a line; what tests and bug reports are written in.
+
+    A line reads `name = Op input input:1 ^control [4KiB, 1MiB bool fixed]`: the sizes of its
+    outputs in brackets, with a dtype unless it is float32, and `fixed` unless the size grows with
+    the batch; `?` is an unknown size. Without brackets a node has one output of 4 bytes. Lines
+    below `backward:` are backward nodes. `loss: name` names the loss; without it the loss is the
+    last forward node.
+
+    Args:
+        text: the lines.
+        weight_bytes: bytes of the variables that live across steps.
+
+    Raises:
+        ValueError: a line cannot be read, or a node comes before something that it needs.
+    """
+    builder = ViewBuilder()
+    backward, loss = False, None
+    for line in filter(None, (line.strip() for line in text.splitlines())):
+        if line == "backward:":
+            backward = True
+        elif line.startswith("loss:"):
+            loss = line.removeprefix("loss:").strip()
+        else:
+            builder.add_line(line, backward)
+    return builder.finish(loss, weight_bytes)
+
+
+class ViewBuilder:
+    """Collects nodes in order and numbers them and their tensors."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.tensors: list[Tensor] = []
+        self._names: dict[str, int] = {}
+
+    def add(
+        self,
+        name: str,
+        op: str,
+        inputs: Iterable[int],
+        outputs: Sequence[tuple[int, str, bool, bool]],
+        control_inputs: Iterable[int] = (),
+        backward: bool = False,
+    ) -> Node:
+        """Appends a node; `outputs` holds (bytes, dtype, scales, known) each."""
+        node_id, first = len(self.nodes), len(self.tensors)
+        for index, output in enumerate(outputs):
+            self.tensors.append(Tensor(first + index, node_id, index, *output))
+        numbers = tuple(range(first, first + len(outputs)))
+        node = Node(node_id, name, op, tuple(inputs), numbers, tuple(control_inputs), backward)
+        self.nodes.append(node)
+        self._names[name] = node_id
+        return node
+
+    def add_line(self, line: str, backward: bool) -> None:
+        """Appends the node that a line of text describes."""
+        match = _LINE.match(line)
+        if match is None:
+            raise ValueError(f"A node must read like 'z = Tanh y [1MiB]'. Received: {line!r}")
+        words = match["inputs"].split()
+        sizes = match["sizes"] if match["sizes"] is not None else "4B"
+        try:
+            inputs = [self._tensor(w) for w in words if not w.startswith("^")]
+            control = [self._names[w[1:]] for w in words if w.startswith("^")]
+        except (KeyError, IndexError) as error:
+            raise ValueError(f"Nothing above is called {error.args[0]!r} in {line!r}.") from error
+        outputs = [_parse_size(part) for part in sizes.split(",")] if sizes.strip() else []
+        self.add(match["name"], match["op"], inputs, outputs, control, backward)
+
+    def _tensor(self, name: str) -> int:
+        node, _, index = name.partition(":")
+        outputs = self.nodes[self._names[node]].outputs
+        if int(index or 0) >= len(outputs):
+            raise KeyError(name)
+        return outputs[int(index or 0)]
+
+    def finish(
+        self, loss: str | None, weight_bytes: int = 0, batch: int | None = None
+    ) -> GraphView:
+        """The view of all nodes added, verified."""
+        if loss is None:
+            forward = [n for n in self.nodes if not n.backward and n.outputs]
+            if not forward:
+                raise ValueError("A view needs at least one forward node.")
+            tensor = forward[-1].outputs[0]
+        else:
+            tensor = self._tensor(loss)
+        view = GraphView(tuple(self.nodes), tuple(self.tensors), tensor, weight_bytes, batch)
+        view.verify()
+        return view

@@ -1,0 +1,321 @@
+"""`EchoOptimizer`.
+
+Any Keras optimizer, and the train step that it is compiled into needs less memory.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tf_echo import cost_model as costs
+from tf_echo import planner
+from tf_echo.plan import RecomputePlan
+from tf_echo.report import report
+from tf_echo.training import StepPlanner
+
+_OWN = ("_wrapped", "_steps", "_given_name", "_loss_scale")
+
+for _model in (costs.UnitCost, costs.RooflineCost, costs.MeasuredCost):
+    keras.saving.register_keras_serializable("tf_echo")(_model)
+
+
+@keras.saving.register_keras_serializable("tf_echo")
+class EchoOptimizer(keras.optimizers.Optimizer):
+    """Wraps an optimizer so that models compiled with it train in less memory, with the same
+    gradients.
+
+    While Keras traces the train step, the step is planned as in *Echo* (ISCA 2020): cheap ops whose
+    results only wait for the backward pass run again there instead. The loss, the gradients and the
+    random numbers stay the same; nothing is ever recomputed if the predicted peak is not lower.
+
+    In all else this is the inner optimizer: it has the same variables, so that checkpoints and
+    saved models of one can be loaded by the other, and learning rate, iterations, clipping, moving
+    averages and gradient accumulation are the inner optimizer's.
+
+    Example:
+
+    ```python
+    model.compile(optimizer=tf_echo.EchoOptimizer("adam"), loss="mse")
+    model.fit(x, y)
+    print(model.optimizer.report())
+    ```
+
+    In a custom training loop, tell it the loss inside the tape:
+
+    ```python
+    @tf.function
+    def train_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x, training=True))
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+    ```
+
+    Args:
+        inner_optimizer: a Keras optimizer, its name, or its config.
+        policy: `"echo"` recomputes; `"none"` leaves the step as the inner optimizer traces it, op
+            for op.
+        loss_scale: `"auto"` scales the loss dynamically, as a
+            `keras.optimizers.LossScaleOptimizer`, if the global dtype policy is `"mixed_float16"`;
+            `"dynamic"` always does; `None` never does. Around a `LossScaleOptimizer` it stays one.
+        nominal_batch_size: the batch size to judge plans at where the data leave it open
+            (`Dataset.batch`). By default plans are judged where activations outweigh variables, and
+            must not need more memory at small batches either.
+        cost_model: what recomputing costs in time, a `RooflineCost` by default.
+        name: a name for the optimizer; that of the inner one by default.
+
+    Raises:
+        TypeError: `inner_optimizer` is no Keras optimizer.
+        ValueError: an unknown policy or loss scale, an inner optimizer that is an `EchoOptimizer`
+            already, or a Keras backend other than TensorFlow.
+    """
+
+    def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> "EchoOptimizer":
+        """Makes a `LossScaleOptimizer` of it where the loss is to be scaled."""
+        loss_scale = kwargs.get("loss_scale", args[1] if len(args) > 1 else "auto")
+        if cls is EchoOptimizer and _scales(inner_optimizer, loss_scale):
+            cls = _EchoLossScaleOptimizer
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        policy: str = "echo",
+        loss_scale: str | None = "auto",
+        nominal_batch_size: int | None = None,
+        cost_model: costs.CostModel | None = None,
+        name: str | None = None,
+    ):
+        _check_backend()
+        _check_arguments(policy, loss_scale, nominal_batch_size)
+        wrapped = _as_optimizer(inner_optimizer)
+        scaled = isinstance(self, keras.optimizers.LossScaleOptimizer)
+        if scaled and not isinstance(wrapped, keras.optimizers.LossScaleOptimizer):
+            self._loss_scale: str | None = "dynamic"
+            wrapped = keras.optimizers.LossScaleOptimizer(wrapped)
+        else:
+            self._loss_scale = None
+        self._given_name = name
+        self._wrapped = wrapped
+        self._steps = StepPlanner(policy, cost_model or costs.RooflineCost(), nominal_batch_size)
+
+    # What Echo adds.
+
+    @property
+    def inner_optimizer(self) -> keras.optimizers.Optimizer:
+        """The optimizer that does the updates."""
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):
+            return self._wrapped.inner_optimizer
+        return self._wrapped
+
+    @property
+    def policy(self) -> str:
+        """The policy that plans are made by."""
+        return self._steps.policy
+
+    @property
+    def plans(self) -> list[RecomputePlan]:
+        """One plan for each train step traced so far, the latest last."""
+        return list(self._steps.plans)
+
+    @property
+    def plan(self) -> RecomputePlan | None:
+        """The latest plan; None before the first train step."""
+        return self._steps.plans[-1] if self._steps.plans else None
+
+    def report(self, every_region: bool = False) -> str:
+        """The latest plan as a table.
+
+        Args:
+            every_region: also list regions too small to matter.
+
+        Returns:
+            Text, with a line for each region, totals, and the predicted peak before and after.
+        """
+        if not self._steps.plans:
+            return "No train step was planned yet. Train the model, or call `tf_echo.explain`."
+        return report(self._steps.plans[-1], every_region)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss as the inner optimizer scales it.
+
+        In a traced step it is what will be planned for.
+        """
+        scaled = self._wrapped.scale_loss(loss)
+        if tf.is_symbolic_tensor(loss):
+            self._steps.note_loss(scaled)
+        return scaled
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Updates variables as the inner optimizer does.
+
+        A step that is being traced is planned and rewritten.
+        """
+        grads = list(grads)
+        self._wrapped.apply(grads, trainable_variables)
+        self._steps.step_applied(grads)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor, serialized."""
+        inner = self._wrapped if self._loss_scale is None else self.inner_optimizer
+        return {
+            "inner_optimizer": keras.saving.serialize_keras_object(inner),
+            "policy": self._steps.policy,
+            "loss_scale": self._loss_scale,
+            "nominal_batch_size": self._steps.batch_size,
+            "cost_model": keras.saving.serialize_keras_object(self._steps.cost_model),
+            "name": self._given_name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "EchoOptimizer":
+        """The inverse of `get_config`."""
+        config = dict(config)
+        for key in ("inner_optimizer", "cost_model"):
+            config[key] = keras.saving.deserialize_keras_object(
+                config[key], custom_objects=custom_objects
+            )
+        return EchoOptimizer(**config)
+
+    # All else is the inner optimizer's: its methods, its attributes, what is saved of it.
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        elif name == "name":
+            object.__setattr__(self, "_given_name", value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __dir__(self) -> list[str]:
+        # Keras saves whatever it finds here; the inner optimizer is saved as this one's own
+        # variables.
+        return [name for name in super().__dir__() if name not in ("inner_optimizer", "_wrapped")]
+
+    def __repr__(self) -> str:
+        inner = self.inner_optimizer
+        return f"<EchoOptimizer policy={self._steps.policy!r} inner_optimizer={inner!r}>"
+
+    @property
+    def name(self) -> str:
+        """The given name, or the inner optimizer's."""
+        return self._given_name or self._wrapped.name
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The inner optimizer's variables."""
+        return list(self._wrapped.variables)
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's step count."""
+        return self._wrapped.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate; may be set."""
+        return self._wrapped.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self._wrapped.learning_rate = learning_rate
+
+    def build(self, variables: Any) -> None:
+        """Creates the inner optimizer's variables."""
+        self._wrapped.build(variables)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """One update of one variable, by the inner optimizer."""
+        self._wrapped.update_step(gradient, variable, learning_rate)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Puts averaged weights in place, if the inner optimizer keeps any."""
+        self._wrapped.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Excludes variables from the inner optimizer's weight decay."""
+        self._wrapped.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Any) -> None:
+        """Sets the inner optimizer's variables."""
+        self._wrapped.set_weights(weights)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves the inner optimizer's variables, as that would."""
+        self._wrapped.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads variables that this or the plain inner optimizer saved."""
+        self._wrapped.load_own_variables(store)
+
+
+class _EchoLossScaleOptimizer(EchoOptimizer, keras.optimizers.LossScaleOptimizer):
+    """An EchoOptimizer that Keras takes for what it is: a LossScaleOptimizer."""
+
+
+def _scales(inner_optimizer: Any, loss_scale: Any) -> bool:
+    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        return True
+    if (
+        isinstance(inner_optimizer, dict)
+        and inner_optimizer.get("class_name") == "LossScaleOptimizer"
+    ):
+        return True
+    if loss_scale == "auto":
+        return str(keras.config.dtype_policy().name) == "mixed_float16"
+    return bool(loss_scale == "dynamic")
+
+
+def _as_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
+    if isinstance(inner_optimizer, (str, dict)):
+        inner_optimizer = keras.optimizers.get(inner_optimizer)
+    if isinstance(inner_optimizer, EchoOptimizer):
+        raise ValueError(
+            "`inner_optimizer` must not be an `EchoOptimizer` already. Wrap the plain optimizer "
+            "once. "
+            f"Received: inner_optimizer={inner_optimizer}"
+        )
+    if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`inner_optimizer` must be a Keras optimizer, its name or its config. "
+            f"Received: inner_optimizer={inner_optimizer} (of type {type(inner_optimizer)})"
+        )
+    return inner_optimizer
+
+
+def _check_backend() -> None:
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "EchoOptimizer needs Keras on the TensorFlow backend: it rewrites TensorFlow graphs. "
+            "Set the environment variable "
+            "KERAS_BACKEND=tensorflow before importing keras. Received: "
+            f"backend={keras.backend.backend()!r}"
+        )
+
+
+def _check_arguments(policy: Any, loss_scale: Any, nominal_batch_size: Any) -> None:
+    if policy not in planner.POLICIES:
+        known = ", ".join(repr(name) for name in sorted(planner.POLICIES))
+        raise ValueError(f"`policy` must be one of {known}. Received: policy={policy!r}")
+    if loss_scale not in ("auto", "dynamic", None):
+        raise ValueError(
+            f"`loss_scale` must be 'auto', 'dynamic' or None. Received: loss_scale={loss_scale!r}"
+        )
+    valid = nominal_batch_size is None or (
+        isinstance(nominal_batch_size, int)
+        and not isinstance(nominal_batch_size, bool)
+        and nominal_batch_size > 0
+    )
+    if not valid:
+        raise ValueError(
+            "`nominal_batch_size` must be a positive integer or None. "
+            f"Received: nominal_batch_size={nominal_batch_size!r}"
+        )

@@ -1,0 +1,128 @@
+"""Partition the forward part of a step into regions that may be recomputed.
+
+A region is a maximal connected set of replayable nodes with the same number of other nodes
+(compute-heavy, unknown, stateful) on the longest path behind them. Compute-heavy nodes are never
+recomputed (Echo, section IV-A), so no saving can cross one. The number keeps residual connections
+from joining a whole network into one region, and it makes a region convex: no path leaves and
+re-enters.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tf_echo import gating, op_traits
+from tf_echo.graph_view import GraphView
+from tf_echo.op_traits import Kind
+
+_LARGE_SHARE = 8
+"""A tensor joins two regions if it is at least this part of the largest tensor in either."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """Replayable nodes that are judged together."""
+
+    index: int
+    nodes: tuple[int, ...]
+    """Node ids in order."""
+    layer: str
+    """The name scope that its nodes share."""
+    component: int = -1
+    """Regions that pass large tensors on to one another have the same number."""
+
+
+def partition(view: GraphView) -> list[Region]:
+    """The regions of a view, ordered by their first node. Linear in the number of nodes."""
+    replayable = [
+        not node.backward
+        and gating.may_replay(view, node)
+        and all(view.tensors[t].known for t in node.outputs)
+        for node in view.nodes
+    ]
+    levels = _levels(view, replayable)
+    parent = list(range(len(view.nodes)))
+
+    def find(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in view.nodes:
+        if replayable[node.id]:
+            for tensor in node.inputs:
+                source = view.tensors[tensor].node
+                if replayable[source] and levels[source] == levels[node.id]:
+                    parent[find(node.id)] = find(source)
+    members: dict[int, list[int]] = {}
+    for node in view.nodes:
+        if replayable[node.id]:
+            members.setdefault(find(node.id), []).append(node.id)
+    ordered = sorted(members.values())
+    components = _components(view, ordered)
+    return [
+        Region(i, tuple(m), common_scope(view, m), components[i]) for i, m in enumerate(ordered)
+    ]
+
+
+def merge(view: GraphView, regions: Sequence[Region]) -> list[Region]:
+    """One region for each component.
+
+    What a chain of residual blocks passes on can then be recomputed block after block, without
+    keeping any of it.
+    """
+    members: dict[int, list[int]] = {}
+    for region in regions:
+        members.setdefault(region.component, []).extend(region.nodes)
+    ordered = sorted(sorted(nodes) for nodes in members.values())
+    return [Region(i, tuple(m), common_scope(view, m), i) for i, m in enumerate(ordered)]
+
+
+def _components(view: GraphView, members: Sequence[Sequence[int]]) -> list[int]:
+    """For each region the number of its component."""
+    region_of = {node: i for i, nodes in enumerate(members) for node in nodes}
+    largest = [
+        max(view.tensors[t].nbytes for n in nodes for t in view.nodes[n].outputs)
+        for nodes in members
+    ]
+    parent = list(range(len(members)))
+
+    def find(region: int) -> int:
+        while parent[region] != region:
+            parent[region] = parent[parent[region]]
+            region = parent[region]
+        return region
+
+    for node, region in region_of.items():
+        for tensor in view.nodes[node].inputs:
+            other = region_of.get(view.tensors[tensor].node)
+            size = view.tensors[tensor].nbytes * _LARGE_SHARE
+            if other is not None and size >= max(largest[region], largest[other]):
+                parent[find(region)] = find(other)
+    return [find(region) for region in range(len(members))]
+
+
+def _levels(view: GraphView, replayable: list[bool]) -> list[int]:
+    """For each forward node the most non-replayable nodes on a path that leads to it."""
+    levels = [0] * len(view.nodes)
+    for node in view.nodes:
+        if node.backward:
+            continue
+        for tensor in node.inputs:
+            source = view.tensors[tensor].node
+            kind = op_traits.traits_of(view.nodes[source].op).kind
+            blocks = not replayable[source] and kind not in (Kind.SOURCE, Kind.METADATA)
+            levels[node.id] = max(levels[node.id], levels[source] + blocks)
+    return levels
+
+
+def common_scope(view: GraphView, nodes: list[int]) -> str:
+    """The longest name scope that most of the nodes share, `"(step)"` if there is none."""
+    counts: dict[str, int] = {}
+    for node in nodes:
+        scope = view.nodes[node].name.rpartition("/")[0]
+        while scope:
+            counts[scope] = counts.get(scope, 0) + 1
+            scope = scope.rpartition("/")[0]
+    shared = [scope for scope, count in counts.items() if 2 * count > len(nodes)]
+    return max(shared, key=lambda s: (s.count("/"), len(s), s), default="(step)")

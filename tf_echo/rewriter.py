@@ -1,0 +1,175 @@
+"""Carry out a plan in the TensorFlow graph that is being traced.
+
+The forward pass stays as it is. For each recomputed region the ops of the plan are added once more,
+reading the forward tensors that are kept, tied to the region's gate; then every backward op that
+reads a recomputed tensor is pointed at the copy, so that the original dies in the forward pass.
+Gradients are those that TensorFlow took of the untouched graph: no gradient function is called
+here, which is why custom gradients, several tapes and gradients of inputs or activations need no
+care.
+"""
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_echo import gating, tf_internals
+from tf_echo.plan import RecomputePlan, RegionDecision
+from tf_echo.tracing import Trace
+
+
+def rewrite(trace: Trace, plan: RecomputePlan) -> None:
+    """Applies a plan to the graph of a trace.
+
+    Args:
+        trace: the trace that the plan was made for.
+        plan: any plan whose nodes and gates exist in the trace, also one written by hand. The empty
+            plan changes nothing.
+
+    Raises:
+        ValueError: the plan names a node or a gate that the trace does not hold, or one that may
+            not be recomputed. The graph is then unchanged.
+    """
+    for decision in plan.recomputed:
+        _check(trace, decision)
+    for name in plan.untied:
+        if name not in trace.view.by_name or trace.view.node(name).op != "IdentityN":
+            raise ValueError(f"The plan unties {name!r}, which is no IdentityN of this graph.")
+    firsts = {d.region: min(_readers(trace, d), default=None) for d in plan.recomputed}
+    waits = gating.waits(trace.view, sorted({f for f in firsts.values() if f is not None}))
+    for decision in plan.recomputed:
+        start = firsts[decision.region]
+        if start is not None:
+            _Region(trace, decision, [trace.operations[n] for n in waits[start]]).rewrite()
+    if not plan.recomputed and not plan.untied:
+        return
+    passed = gating.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
+    for first, second in gating.put_offs(trace.view, passed):
+        tf_internals.wait_for(trace.operations[second], trace.operations[first])
+    for tensor, source in passed.items():
+        _read_instead(trace, tensor, source)
+
+
+def _read_instead(trace: Trace, tensor: int, source: int) -> None:
+    """Lets the readers of a tie's output read what it passes on."""
+    view = trace.view
+    for reader in sorted(set(view.consumers[tensor])):
+        if view.nodes[reader].op != "IdentityN":
+            for place, read in enumerate(view.nodes[reader].inputs):
+                if read == tensor:
+                    tf_internals.replace_input(
+                        trace.operations[reader], place, trace.tensor(source)
+                    )
+
+
+def _readers(trace: Trace, decision: RegionDecision) -> list[int]:
+    """The backward nodes that read what a region recomputes."""
+    view = trace.view
+    replayed = [t for name in decision.nodes for t in view.node(name).outputs]
+    return [r for t in replayed for r in gating.backward_readers(view, t)]
+
+
+def _check(trace: Trace, decision: RegionDecision) -> None:
+    view = trace.view
+    for name in decision.nodes:
+        if name not in view.by_name:
+            raise ValueError(
+                f"Region {decision.region} of the plan recomputes op {name!r}, which this graph "
+                "does not hold."
+            )
+        node = view.node(name)
+        if node.backward or not gating.may_replay(view, node):
+            raise ValueError(
+                f"Region {decision.region} of the plan recomputes op {name!r} of type {node.op}, "
+                "which may not run twice."
+            )
+    try:
+        gate = view.tensor_named(decision.gate)
+    except KeyError:
+        raise ValueError(
+            f"Region {decision.region} of the plan waits for {decision.gate!r}, which this graph "
+            "does not hold."
+        ) from None
+    readers = _readers(trace, decision)
+    producer = view.nodes[view.tensors[gate].node]
+    if readers and producer.backward and producer.id >= min(readers):
+        raise ValueError(
+            f"Region {decision.region} of the plan waits for {decision.gate!r}, which itself "
+            "needs what the region recomputes."
+        )
+
+
+class _Region:
+    """One region while it is being copied."""
+
+    def __init__(self, trace: Trace, decision: RegionDecision, waits: Sequence[tf.Operation]):
+        self.trace, self.decision, self.waits = trace, decision, waits
+        self.graph = trace.graph
+        self.nodes = [trace.view.node(name) for name in decision.nodes]
+        self.copies: dict[int, tf.Tensor] = {}
+        self.late: dict[tf.DType, tf.Tensor] = {}
+
+    def rewrite(self) -> None:
+        """Adds the copies and points the backward ops at them."""
+        view = self.trace.view
+        with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(""):
+            own = {
+                tensor: self._guard(tensor)
+                for tensor in sorted(gating.guarded_tensors(view, self.nodes))
+            }
+            for node in self.nodes:
+                inputs = [own[t] if t in own else self.trace.tensor(t) for t in node.inputs]
+                operation = self.trace.operations[node.id]
+                outputs = tf_internals.copy_operation(
+                    self.graph, operation, inputs, f"{node.name}/recompute"
+                )
+                tf_internals.place_like(outputs, operation)
+                own.update(zip(node.outputs, outputs, strict=True))
+                self.copies.update(zip(node.outputs, outputs, strict=True))
+        for tensor in sorted(self.copies):
+            for reader in sorted(set(gating.backward_readers(view, tensor))):
+                self._redirect(reader, tensor)
+
+    def _redirect(self, reader: int, tensor: int) -> None:
+        for place, read in enumerate(self.trace.view.nodes[reader].inputs):
+            if read == tensor:
+                tf_internals.replace_input(
+                    self.trace.operations[reader], place, self.copies[tensor]
+                )
+
+    def _guard(self, tensor: int) -> tf.Tensor:
+        """The tensor, unchanged bit by bit, but not before the gate is there."""
+        source = self.trace.tensor(tensor)
+        with tf.device(source.op.device or None):
+            late = self._late(source.dtype)
+            if source.dtype == tf.bool:
+                return tf.raw_ops.LogicalOr(x=source, y=late)
+            return tf.raw_ops.AddV2(x=source, y=late)
+
+    def _late(self, dtype: tf.DType) -> tf.Tensor:
+        """False, 0 or -0.0 (x + -0.0 is x, also for x = -0.0), computed from the gate."""
+        if tf.bool not in self.late:
+            gate = self.trace.tensor(self.trace.view.tensor_named(self.decision.gate))
+            self.late[tf.bool] = _never(gate, self.waits)
+        if dtype not in self.late:
+            zero = -0.0 if dtype.is_floating else 0
+            one = tf.constant(1, dtype)
+            self.late[dtype] = tf.raw_ops.SelectV2(
+                condition=self.late[tf.bool], t=one, e=tf.constant(zero, dtype)
+            )
+        return self.late[dtype]
+
+
+def _never(gate: tf.Tensor, waits: Sequence[tf.Operation]) -> tf.Tensor:
+    """False, whatever one element of `gate` holds, and however many elements there are.
+
+    Not before `waits` have run.
+    """
+    with tf.control_dependencies(list(waits)):
+        highest = tf.reduce_max(tf.reshape(gate, [-1])[:1])
+    return tf.raw_ops.Greater(x=highest, y=tf.constant(math.inf, gate.dtype))
+
+
+def copies_of(graph: tf.Graph) -> Sequence[tf.Operation]:
+    """The operations that rewriting added as copies."""
+    return [op for op in graph.get_operations() if "/recompute" in op.name]

@@ -1,0 +1,94 @@
+"""The private parts of TensorFlow that tf_echo needs, each with the public call that is missing.
+
+Everything else in the package uses public TensorFlow. Written for TensorFlow 2.21.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context, execute
+from tensorflow.python.ops import handle_data_util
+
+
+def copy_operation(
+    graph: tf.Graph, operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str
+) -> list[tf.Tensor]:
+    """Adds an operation like `operation`, attributes and all, that reads `inputs`.
+
+    Missing in public: `tf.raw_ops` re-infers attributes and drops the underscored ones,
+    `tf.import_graph_def` imports whole graphs. It is recorded on no gradient tape.
+    """
+    attributes = {k: v for k, v in operation.node_def.attr.items() if k != "_class"}
+    copied = graph._create_op_internal(
+        operation.type,
+        list(inputs),
+        dtypes=[output.dtype for output in operation.outputs],
+        name=name,
+        attrs=attributes,
+        op_def=operation.op_def,
+    )
+    return list(copied.outputs)
+
+
+def place_like(tensors: Sequence[tf.Tensor], operation: tf.Operation) -> None:
+    """Puts the producers of `tensors` on the device of `operation`.
+
+    Missing in public: `tf.device` merges with the scopes that are open.
+    """
+    for tensor in tensors:
+        tensor.op._set_device(operation.device)
+
+
+def replace_input(operation: tf.Operation, place: int, tensor: tf.Tensor) -> None:
+    """Lets an operation that exists already read another tensor.
+
+    Missing in public: a graph can only grow.
+    """
+    operation._update_input(place, tensor)
+
+
+def wait_for(operation: tf.Operation, other: tf.Operation) -> None:
+    """Lets an operation that exists already run only after another.
+
+    Missing in public: `tf.control_dependencies` only affects operations that are about to be
+    created.
+    """
+    operation._add_control_input(other)
+
+
+def run_eagerly(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The results of an operation, computed now from eager inputs.
+
+    Missing in public: running an operation given by type and attributes.
+    """
+    attributes: list[Any] = []
+    for name in operation.node_def.attr:
+        if not name.startswith("_"):
+            attributes += [name, operation.get_attr(name)]
+    with tf.init_scope():
+        return list(
+            execute.execute(
+                operation.type,
+                len(operation.outputs),
+                list(inputs),
+                tuple(attributes),
+                context.context(),
+            )
+        )
+
+
+def variable_bytes(handle: tf.Tensor) -> int:
+    """Bytes of the variable behind a resource handle; 0 if the handle does not tell.
+
+    Missing in public: the shape and dtype behind a handle.
+    """
+    data = handle_data_util.get_resource_handle_data(handle)
+    if data is None or not data.is_set:
+        return 0
+    total = 0
+    for item in data.shape_and_type:
+        shape = tf.TensorShape(item.shape)
+        if shape.is_fully_defined():
+            total += int(shape.num_elements()) * tf.dtypes.as_dtype(item.dtype).size
+    return total

@@ -1,0 +1,215 @@
+"""From the TensorFlow graph that is being traced to a `GraphView`.
+
+When the optimizer is called the graph holds the forward pass, the gradients and the optimizer's
+updates: everything whose memory is to be planned, so nothing has to be guessed. Forward and
+backward are told apart by reachability: forward is what the loss depends on, backward is all the
+rest that leads to the gradients or follows from them.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+from tf_echo import tf_internals
+from tf_echo.graph_view import GraphView, ViewBuilder
+from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
+from tf_echo.op_traits import Kind, traits_of
+
+NOMINAL_BATCH_SIZE = 32
+"""Taken for an open batch size while sizes are worked out; plans are judged at a multiple of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A view together with the operations and tensors that it was taken from."""
+
+    graph: tf.Graph
+    view: GraphView
+    operations: tuple[tf.Operation, ...]
+    """The operation of each node of the view."""
+    open_batch: bool
+    """Whether the graph leaves the batch size open."""
+
+    def tensor(self, tensor: int) -> tf.Tensor:
+        """The TensorFlow tensor of a tensor id."""
+        _, node, index, *_ = self.view.tensors[tensor]
+        return self.operations[node].outputs[index]
+
+
+def flat_gradients(gradients: Iterable[object]) -> list[tf.Tensor]:
+    """The tensors behind gradients; None has none, IndexedSlices have two or three."""
+    present = [g for g in gradients if g is not None]
+    return [t for t in tf.nest.flatten(present, expand_composites=True) if tf.is_symbolic_tensor(t)]
+
+
+def trace_step(
+    losses: Sequence[tf.Tensor],
+    gradients: Sequence[tf.Tensor],
+    batch_size: int | None = None,
+) -> Trace:
+    """Takes the view of one train step.
+
+    Args:
+        losses: the losses that were differentiated, in the graph that is being traced.
+        gradients: their gradients, in the same graph.
+        batch_size: nominal size of an open batch dimension; `NOMINAL_BATCH_SIZE` by default.
+
+    Returns:
+        The trace. Its time is linear in the number of operations.
+    """
+    graph = losses[-1].graph
+    forward = _ancestors([loss.op for loss in losses])
+    roots = [loss.op for loss in losses]
+    roots += [gradient.op for gradient in gradients]
+    roots += [op for op in _descendants(gradients) if not op.outputs or op.op_def.is_stateful]
+    needed = _ancestors(roots)
+    ordered = _in_order([op for op in graph.get_operations() if op in needed])
+    backward = _weight_gradients_first([op for op in ordered if op not in forward], forward)
+    ordered = [op for op in ordered if op in forward] + backward
+    return _build(graph, ordered, forward, losses[-1], batch_size or NOMINAL_BATCH_SIZE)
+
+
+def depends_on_variables(loss: tf.Tensor) -> bool:
+    """Whether any variable can move the loss."""
+    return any(output.dtype == tf.resource for op in _ancestors([loss.op]) for output in op.outputs)
+
+
+def _ancestors(roots: Iterable[tf.Operation]) -> set[tf.Operation]:
+    seen = set(roots)
+    waiting = list(seen)
+    while waiting:
+        operation = waiting.pop()
+        for source in [t.op for t in operation.inputs] + list(operation.control_inputs):
+            if source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return seen
+
+
+def _descendants(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
+    waiting = [consumer for tensor in tensors for consumer in tensor.consumers()]
+    seen = set(waiting)
+    while waiting:
+        operation = waiting.pop()
+        for output in operation.outputs:
+            for consumer in output.consumers():
+                if consumer not in seen:
+                    seen.add(consumer)
+                    waiting.append(consumer)
+    return seen
+
+
+def _in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Order of creation, except where an operation was given an input that is younger than
+    itself.
+    """
+    done: set[tf.Operation] = set()
+    ordered: list[tf.Operation] = []
+    for first in operations:
+        stack = [first]
+        while stack:
+            operation = stack[-1]
+            sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
+            missing = [source for source in sources if source not in done]
+            if missing and operation not in done:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if operation not in done:
+                done.add(operation)
+                ordered.append(operation)
+    return ordered
+
+
+def _weight_gradients_first(
+    operations: Sequence[tf.Operation], forward: set[tf.Operation]
+) -> list[tf.Operation]:
+    """Moves each weight gradient (it reads an activation) before the input gradient that reads the
+    same upstream gradient.
+
+    The activation dies earlier in this order, which is the one that plans are made in and that
+    rewriting enforces.
+    """
+    places = {operation: place for place, operation in enumerate(operations)}
+    input_gradients: dict[int, tf.Operation] = {}
+    before: dict[tf.Operation, list[tf.Operation]] = {}
+    moved: set[tf.Operation] = set()
+    for operation in operations:
+        if traits_of(operation.type).kind is not Kind.HEAVY:
+            continue
+        sources = [t.op for t in operation.inputs]
+        gradients = [t for t in operation.inputs if t.op in places]
+        if not any(s in forward and traits_of(s.type).kind is not Kind.SOURCE for s in sources):
+            input_gradients.update({id(t): operation for t in gradients})
+            continue
+        sibling = next(
+            (input_gradients[id(t)] for t in gradients if id(t) in input_gradients), None
+        )
+        if sibling is not None and all(
+            places.get(source, -1) < places[sibling] for source in sources
+        ):
+            before.setdefault(sibling, []).append(operation)
+            moved.add(operation)
+    ordered: list[tf.Operation] = []
+    for operation in operations:
+        if operation not in moved:
+            ordered += [*before.get(operation, ()), operation]
+    return ordered
+
+
+def _build(
+    graph: tf.Graph,
+    operations: Sequence[tf.Operation],
+    forward: set[tf.Operation],
+    loss: tf.Tensor,
+    batch_size: int,
+) -> Trace:
+    builder, nominal = ViewBuilder(), NominalShapes(batch_size)
+    tensor_ids: dict[int, int] = {}
+    node_ids: dict[tf.Operation, int] = {}
+    kept: list[tf.Tensor] = []  # ids of Python objects are only unique while the objects live
+    for operation in operations:
+        outputs = list(operation.outputs)
+        static = [static_shape(output) for output in outputs]
+        shapes = nominal.add(operation, static)
+        node = builder.add(
+            operation.name,
+            operation.type,
+            [tensor_ids[id(t)] for t in operation.inputs],
+            [_output(*item) for item in zip(outputs, static, shapes, strict=True)],
+            [node_ids[c] for c in operation.control_inputs],
+            operation not in forward,
+        )
+        node_ids[operation] = node.id
+        for output, number in zip(outputs, node.outputs, strict=True):
+            tensor_ids[id(output)] = number
+            kept.append(output)
+    view = builder.finish(
+        f"{loss.op.name}:{loss.value_index}", _weight_bytes(operations), batch_size
+    )
+    open_batch = any(t.scales and t.known for t in view.tensors)
+    return Trace(graph, view, tuple(operations), open_batch)
+
+
+def _output(
+    tensor: tf.Tensor, static: Shape | None, shape: Shape | None
+) -> tuple[int, str, bool, bool]:
+    if tensor.dtype in (tf.resource, tf.variant):
+        return 0, dtype_name(tensor.dtype), False, True
+    if shape is None:
+        return 0, dtype_name(tensor.dtype), True, False
+    nbytes = tensor.dtype.size
+    for side in shape:
+        nbytes *= side
+    return nbytes, dtype_name(tensor.dtype), static is None, True
+
+
+def _weight_bytes(operations: Sequence[tf.Operation]) -> int:
+    """Bytes of the variables that the step reads or updates."""
+    handles: dict[str, int] = {}
+    for operation in operations:
+        for tensor in operation.inputs:
+            if tensor.dtype == tf.resource and tensor.name not in handles:
+                handles[tensor.name] = tf_internals.variable_bytes(tensor)
+    return sum(handles.values())

@@ -1,0 +1,110 @@
+"""How Keras and custom training loops call us: the loss first, then, in the same graph, its
+gradients.
+
+`scale_loss` is called inside the tape, `apply` after it. Between the two the gradients are taken.
+When `apply` is called the graph holds the whole step, so that is where it is planned and rewritten;
+`scale_loss` only notes which tensor the loss is.
+"""
+
+import contextlib
+import logging
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_echo import passes, rewriter, tracing
+from tf_echo.cost_model import CostModel
+from tf_echo.plan import RecomputePlan
+
+_logger = logging.getLogger(__name__)
+
+
+class EchoWarning(UserWarning):
+    """Training goes on, but without a plan."""
+
+
+class StepPlanner:
+    """Plans every step that an optimizer is traced in.
+
+    Args:
+        policy: a key of `planner.POLICIES`.
+        cost_model: says how long an op takes.
+        batch_size: nominal batch size of steps that leave it open; None chooses one.
+    """
+
+    def __init__(self, policy: str, cost_model: CostModel, batch_size: int | None):
+        self.policy, self.cost_model, self.batch_size = policy, cost_model, batch_size
+        self.plans: list[RecomputePlan] = []
+        self._losses: weakref.WeakKeyDictionary[tf.Graph, list[str]] = weakref.WeakKeyDictionary()
+        self._warned: set[str] = set()
+        self._dry: list[RecomputePlan] | None = None
+
+    def note_loss(self, loss: Any) -> None:
+        """Notes a loss that is about to be differentiated; numbers and eager tensors are not."""
+        if tf.is_symbolic_tensor(loss):
+            self._losses.setdefault(loss.graph, []).append(loss.name)
+
+    def step_applied(self, gradients: Sequence[object]) -> None:
+        """Plans and rewrites the graph that holds the gradients, after the optimizer has added its
+        updates.
+        """
+        if tf.executing_eagerly():
+            self._warn_once(
+                "The step runs eagerly, so nothing is recomputed. Compile the model with "
+                "`run_eagerly=False`, "
+                "or put the step in a `tf.function`."
+            )
+            return
+        tensors = tracing.flat_gradients(gradients)
+        names = self._losses.pop(tensors[0].graph, []) if tensors else []
+        if not tensors:
+            return
+        graph = tensors[0].graph
+        losses = [graph.get_tensor_by_name(name) for name in names]
+        losses = [loss for loss in losses if tracing.depends_on_variables(loss)]
+        if losses:
+            self._plan(losses, tensors)
+        else:
+            self._warn_once(
+                "The optimizer was not told the loss, so nothing is recomputed. In a custom "
+                "training loop call "
+                "`loss = optimizer.scale_loss(loss)` inside the gradient tape."
+            )
+
+    @contextlib.contextmanager
+    def dry_run(self) -> Iterator[list[RecomputePlan]]:
+        """Within it plans are collected in the list that it gives, and neither carried out nor
+        remembered.
+        """
+        collected: list[RecomputePlan] = []
+        self._dry = collected
+        try:
+            yield collected
+        finally:
+            self._dry = None
+
+    def _plan(self, losses: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> None:
+        try:
+            trace, plan = passes.plan_step(
+                losses, gradients, self.policy, self.cost_model, self.batch_size
+            )
+        except Exception:
+            self._warn_once(
+                "This step could not be planned, so nothing is recomputed; training goes on. "
+                "Please report this:\n" + traceback.format_exc()
+            )
+            return
+        if self._dry is not None:
+            self._dry.append(plan)
+            return
+        rewriter.rewrite(trace, plan)
+        self.plans.append(plan)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"EchoOptimizer: {message}", EchoWarning, stacklevel=4)
