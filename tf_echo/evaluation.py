@@ -23,6 +23,7 @@ _TOLERANCE = 0.002
 _TRIVIAL_SHARE = 0.005
 _SIMULATED_NODES = 60_000
 _SMALL_NODES = 10_000
+_FRUITLESS_ROUNDS = 2
 _ACTIVATION_SHARE = 4
 """With an open batch size plans are judged where activations are this many times the variables."""
 
@@ -100,7 +101,7 @@ class _Rewiring:
 
     def _source(self, node: Node, tensor: int) -> int:
         tensor = self.passed.get(tensor, tensor)
-        if node.backward and tensor in self.copies and gating.reads_values(node):
+        if node.backward and tensor in self.copies and gating.reads_values(self.view, node):
             return self.copies[tensor]
         return self.renamed[tensor]
 
@@ -209,6 +210,7 @@ def choose(
     view: GraphView,
     decisions: Sequence[RegionDecision],
     untied: Sequence[str],
+    timeline: Timeline,
     scale: float,
     small: float | None = None,
 ) -> Choice:
@@ -218,6 +220,7 @@ def choose(
         view: the step as it is.
         decisions: what a solver proposes.
         untied: names of the ties that may be undone.
+        timeline: the view as simulated at its own batch size.
         scale: factor on tensors that grow with the batch, for judging.
         small: another factor at which the plan must not be above the baseline either; None where
             the batch size is fixed.
@@ -225,25 +228,36 @@ def choose(
     Returns:
         All decisions, those that do not help turned into keeping, and both peaks.
     """
-    baseline = simulate(view, scale)
-    decisions = _drop_trivial(decisions)
-    best = _refine(view, _try(view, decisions, untied, scale), scale, baseline)
-    worse = best.peak_bytes >= baseline.peak_bytes
-    if not worse and small is not None and small != scale:
-        smaller = simulate(best.rewired.view, small)
-        worse = smaller.peak_bytes > simulate(view, small).peak_bytes
+    baseline = timeline if scale == 1.0 else simulate(view, scale)
     before = peak_memory(view, baseline)
-    if worse:
-        dropped = tuple(_drop(d, "the predicted peak would not be lower") for d in decisions)
-        return Choice(dropped, (), before, before, _why_nothing(decisions))
-    after = peak_memory(best.rewired.view, best.timeline)
-    return Choice(best.decisions, best.untied, before, after, "")
+    steps = gating.steps_of(timeline)
+    dropped = [_drop(d, "the predicted peak would not be lower") for d in decisions]
+
+    def lower(trial: _Trial) -> bool:
+        if small is not None and small != scale:
+            base = timeline if small == 1.0 else simulate(view, small)
+            if simulate(trial.rewired.view, small).peak_bytes > base.peak_bytes:
+                return False
+        return trial.peak_bytes < baseline.peak_bytes
+
+    if any(d.recompute for d in decisions):
+        first = _try(view, _drop_trivial(decisions), untied, scale)
+        best = _refine(view, first, scale, baseline, steps)
+        if lower(best):
+            after = peak_memory(best.rewired.view, best.timeline)
+            return Choice(best.decisions, best.untied, before, after, "")
+    if untied:
+        bare = _try(view, dropped, untied, scale)
+        if lower(bare):
+            after = peak_memory(bare.rewired.view, bare.timeline)
+            return Choice(bare.decisions, bare.untied, before, after, _why_nothing(decisions))
+    return Choice(tuple(dropped), (), before, before, _why_nothing(decisions))
 
 
 def _why_nothing(decisions: Sequence[RegionDecision]) -> str:
     if any(d.recompute for d in decisions):
-        return "Nothing is changed: the predicted peak would not be lower."
-    return "Nothing is changed: no region would keep fewer bytes."
+        return "Nothing is recomputed: the predicted peak would not be lower."
+    return "Nothing is recomputed: no region would keep fewer bytes."
 
 
 def _try(
@@ -294,16 +308,18 @@ def _drop(decision: RegionDecision, reason: str) -> RegionDecision:
     )
 
 
-def _refine(view: GraphView, first: _Trial, scale: float, baseline: Timeline) -> _Trial:
+def _refine(
+    view: GraphView, first: _Trial, scale: float, baseline: Timeline, steps: Sequence[int]
+) -> _Trial:
     """Drops what makes the peak by its own recomputation, then regions that the peak does not
     need.
     """
     rounds = max(1, min(6, _SIMULATED_NODES // len(view.nodes)))
-    steps = gating.steps_of(simulate(view))
     best = trial = first
+    fruitless = 0
     for _ in range(rounds):
         culprit = _region_at_peak(trial)
-        if culprit is None:
+        if culprit is None or fruitless == _FRUITLESS_ROUNDS:
             break
         trial = min(
             (
@@ -317,8 +333,9 @@ def _refine(view: GraphView, first: _Trial, scale: float, baseline: Timeline) ->
             ),
             key=lambda t: t.peak_bytes,
         )
+        fruitless += 1
         if trial.peak_bytes < best.peak_bytes:
-            best = trial
+            best, fruitless = trial, 0
     if best.peak_bytes >= baseline.peak_bytes:
         return best
     return _slim(view, best, scale)

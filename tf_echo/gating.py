@@ -77,9 +77,9 @@ def may_replay(view: GraphView, node: Node) -> bool:
     return op_traits.is_replayable(node.op) and len(gate_places(view, node)) > 0
 
 
-def reads_values(node: Node) -> bool:
+def reads_values(view: GraphView, node: Node) -> bool:
     """Whether a node reads more than the shapes of its inputs."""
-    return op_traits.traits_of(node.op).kind is not Kind.METADATA
+    return view.kinds[node.id] is not Kind.METADATA
 
 
 def backward_readers(view: GraphView, tensor: int) -> list[int]:
@@ -87,7 +87,7 @@ def backward_readers(view: GraphView, tensor: int) -> list[int]:
     return [
         reader
         for reader in view.consumers[tensor]
-        if view.nodes[reader].backward and reads_values(view.nodes[reader])
+        if view.nodes[reader].backward and reads_values(view, view.nodes[reader])
     ]
 
 
@@ -123,14 +123,14 @@ def _need_forward_values(view: GraphView) -> list[bool]:
     """Which backward nodes are made of values of the forward pass."""
     found = [False] * len(view.nodes)
     for node in view.nodes:
-        if node.backward and reads_values(node):
+        if node.backward and reads_values(view, node):
             sources = (view.tensors[t].node for t in node.inputs)
-            found[node.id] = any(found[s] or _holds_values(view.nodes[s]) for s in sources)
+            found[node.id] = any(found[s] or _holds_values(view, view.nodes[s]) for s in sources)
     return found
 
 
-def _holds_values(node: Node) -> bool:
-    kind = op_traits.traits_of(node.op).kind
+def _holds_values(view: GraphView, node: Node) -> bool:
+    kind = view.kinds[node.id]
     return not node.backward and kind not in (Kind.SOURCE, Kind.METADATA)
 
 
@@ -191,7 +191,7 @@ def side_ends(view: GraphView, start: int, end: int) -> list[int]:
     """
     ends = []
     for node in view.nodes[start:end]:
-        if node.backward and op_traits.traits_of(node.op).kind is not Kind.SOURCE:
+        if node.backward and view.kinds[node.id] is not Kind.SOURCE:
             users = [c for t in node.outputs for c in view.consumers[t]]
             if not any(user < end for user in users):
                 ends.append(node.id)
@@ -255,8 +255,8 @@ def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]
 def _is_weight_gradient(view: GraphView, node: Node) -> bool:
     return (
         node.backward
-        and op_traits.traits_of(node.op).kind is Kind.HEAVY
-        and any(_holds_values(view.nodes[view.tensors[t].node]) for t in node.inputs)
+        and view.kinds[node.id] is Kind.HEAVY
+        and any(_holds_values(view, view.nodes[view.tensors[t].node]) for t in node.inputs)
     )
 
 
@@ -268,7 +268,7 @@ def _input_gradients(view: GraphView, node: Node) -> list[int]:
         user.id
         for user in users
         if user.id > node.id
-        and op_traits.traits_of(user.op).kind is Kind.HEAVY
+        and view.kinds[user.id] is Kind.HEAVY
         and not _is_weight_gradient(view, user)
     )
 

@@ -81,6 +81,11 @@ class GraphView:
     """The batch size that sizes were computed for, where the graph left it open."""
 
     @functools.cached_property
+    def kinds(self) -> tuple[op_traits.Kind, ...]:
+        """For each node the kind of its op."""
+        return tuple(op_traits.traits_of(node.op).kind for node in self.nodes)
+
+    @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """For each tensor the ids of the nodes that read it, once per reading."""
         found: list[list[int]] = [[] for _ in self.tensors]

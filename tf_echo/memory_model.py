@@ -14,7 +14,6 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from tf_echo import op_traits
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
 
@@ -63,10 +62,6 @@ def _is_update(op: str) -> bool:
     return op.startswith(_UPDATES)
 
 
-def _writes_in_place(op: str) -> bool:
-    return op_traits.traits_of(op).kind is Kind.ELEMENTWISE or op in _IN_PLACE
-
-
 def simulate(view: GraphView, scale: float = 1.0) -> Timeline:
     """Runs a view on the model of the executor.
 
@@ -102,7 +97,7 @@ class _Simulation:
         self.born = [-1] * len(view.tensors)
         self.died = [-1] * len(view.tensors)
         for node in view.nodes:
-            if op_traits.traits_of(node.op).kind is Kind.SOURCE:
+            if view.kinds[node.id] is Kind.SOURCE:
                 self._note_source(node)
 
     def _note_source(self, node: Node) -> None:
@@ -133,7 +128,7 @@ class _Simulation:
     def _execute(self) -> Iterator[int]:
         nodes = self.view.nodes
         successors, pending = _edges(self.view)
-        cheap = [op_traits.traits_of(node.op).kind in _CHEAP for node in nodes]
+        cheap = [kind in _CHEAP for kind in self.view.kinds]
         stack = [node.id for node in reversed(nodes) if not pending[node.id]]
         at_once: collections.deque[int] = collections.deque()
         while stack or at_once:
@@ -149,7 +144,7 @@ class _Simulation:
 
     def _run_node(self, node: Node) -> None:
         step = len(self.usage)
-        kind = op_traits.traits_of(node.op).kind
+        kind = self.view.kinds[node.id]
         if _is_update(node.op):
             self._copy_before_write(node)
         elif kind is not Kind.VIEW and kind is not Kind.SOURCE:
@@ -163,7 +158,8 @@ class _Simulation:
                 self._free(root, step)
 
     def _allocate(self, node: Node, step: int) -> None:
-        reused = self._dying_input(node) if _writes_in_place(node.op) else None
+        in_place = self.view.kinds[node.id] is Kind.ELEMENTWISE or node.op in _IN_PLACE
+        reused = self._dying_input(node) if in_place else None
         for place, tensor in enumerate(node.outputs):
             self.born[tensor] = step
             if place == 0 and reused is not None:

@@ -24,7 +24,6 @@ lengths, image sides)."""
 
 _MAX_VALUES = 64
 _INTEGERS = frozenset((tf.int32, tf.int64, tf.bool))
-_FOLDABLE = (op_traits.REPLAYABLE - {Kind.RANDOM}) | {Kind.METADATA}
 
 
 def static_shape(tensor: tf.Tensor) -> Shape | None:
@@ -67,8 +66,10 @@ class NominalShapes:
     def _infer(self, operation: tf.Operation) -> list[Shape | None]:
         inputs = list(operation.inputs)
         input_shapes = [self._shapes.get(id(t)) for t in inputs]
-        if not inputs or None in input_shapes or any(t.dtype == tf.resource for t in inputs):
-            return [self._nominal(output) for output in operation.outputs]
+        if not inputs or any(t.dtype == tf.resource for t in inputs):
+            return [self._nominal_input(output) for output in operation.outputs]
+        if None in input_shapes:
+            return [None] * len(operation.outputs)
         values = [self._value(t, s) for t, s in zip(inputs, input_shapes, strict=True)]
         key = _key(operation, input_shapes, values)
         if key not in self._inferred:
@@ -76,6 +77,13 @@ class NominalShapes:
         return self._inferred[key]
 
     def _nominal(self, output: tf.Tensor) -> Shape | None:
+        """The batch size where nothing but the first dimension is open."""
+        shape = output.shape
+        if shape.rank is None or not shape[1:].is_fully_defined():
+            return None
+        return (self.batch_size, *shape.as_list()[1:]) if shape.rank else ()
+
+    def _nominal_input(self, output: tf.Tensor) -> Shape | None:
         if output.shape.rank is None:
             return None
         sides = output.shape.as_list()
@@ -89,11 +97,11 @@ class NominalShapes:
         values: Sequence[np.ndarray | None],
     ) -> list[Shape | None]:
         with self._scratch.as_default():
-            stand_ins = [
-                tf.compat.v1.placeholder(t.dtype, s) if v is None else tf.constant(v, t.dtype)
-                for t, s, v in zip(operation.inputs, shapes, values, strict=True)
-            ]
             try:
+                stand_ins = [
+                    tf.compat.v1.placeholder(t.dtype, s) if v is None else tf.constant(v, t.dtype)
+                    for t, s, v in zip(operation.inputs, shapes, values, strict=True)
+                ]
                 copies = tf_internals.copy_operation(self._scratch, operation, stand_ins, "shape")
             except (ValueError, tf.errors.OpError):
                 return [self._nominal(output) for output in operation.outputs]
@@ -120,7 +128,8 @@ class NominalShapes:
                 np.array(s, o.dtype.as_numpy_dtype)
                 for s, o in zip(shapes, operation.outputs, strict=True)
             ]
-        if op_traits.traits_of(operation.type).kind not in _FOLDABLE or not inputs:
+        kind = op_traits.traits_of(operation.type).kind
+        if operation.op_def.is_stateful or kind is Kind.CONTROL_FLOW or not inputs:
             return unknown
         values = [self._value(t, s) for t, s in zip(inputs, shapes, strict=True)]
         if operation.type in ("Size", "Rank") and shapes[0] is not None:

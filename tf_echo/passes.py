@@ -50,7 +50,7 @@ def plan_view(
     choices = []
     for found in _partitions(view, policy):
         decisions = planner.POLICIES[policy](view, found, cost_model, timeline)
-        choices.append(evaluation.choose(view, decisions, untied, scale, small))
+        choices.append(evaluation.choose(view, decisions, untied, timeline, scale, small))
     choice = min(choices, key=lambda c: c.after.total_bytes)
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
     note = " ".join(filter(None, (choice.note, _kept_whole(view))))

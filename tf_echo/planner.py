@@ -18,7 +18,7 @@ from tf_echo import gating
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline
-from tf_echo.op_traits import Kind, traits_of
+from tf_echo.op_traits import Kind
 from tf_echo.plan import RegionDecision, format_bytes
 from tf_echo.regions import Region
 
@@ -74,7 +74,7 @@ class _Residuals:
         self.free = [False] * len(view.tensors)
         """Memory that costs nothing to keep: constants, inputs, variables."""
         for tensor in view.tensors:
-            if traits_of(view.nodes[tensor.node].op).kind is Kind.SOURCE:
+            if view.kinds[tensor.node] is Kind.SOURCE:
                 self.free[view.buffers[tensor.id]] = True
 
 
@@ -137,7 +137,7 @@ class _Path:
         return tensor.node not in self.members and self._never_recomputed(root)
 
     def _never_recomputed(self, root: int) -> bool:
-        kind = traits_of(self.view.nodes[self.view.tensors[root].node].op).kind
+        kind = self.view.kinds[self.view.tensors[root].node]
         return kind in (Kind.HEAVY, Kind.UNKNOWN, Kind.CONTROL_FLOW) and bool(self.readers[root])
 
     def _expand(self) -> None:

@@ -10,7 +10,7 @@ re-enters.
 import dataclasses
 from collections.abc import Sequence
 
-from tf_echo import gating, op_traits
+from tf_echo import gating
 from tf_echo.graph_view import GraphView
 from tf_echo.op_traits import Kind
 
@@ -110,7 +110,7 @@ def _levels(view: GraphView, replayable: list[bool]) -> list[int]:
             continue
         for tensor in node.inputs:
             source = view.tensors[tensor].node
-            kind = op_traits.traits_of(view.nodes[source].op).kind
+            kind = view.kinds[source]
             blocks = not replayable[source] and kind not in (Kind.SOURCE, Kind.METADATA)
             levels[node.id] = max(levels[node.id], levels[source] + blocks)
     return levels

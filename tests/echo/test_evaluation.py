@@ -109,9 +109,9 @@ def test_an_input_gradient_waits_for_its_weight_gradient_and_the_update_for_both
 
 def test_a_plan_that_does_not_lower_the_peak_is_dropped_and_says_so():
     view = network(size="4KiB", weights="8MiB")
-    tied = dataclasses.replace(view)
-    decisions = planner.plan_echo(tied, regions.partition(tied), RooflineCost(), simulate(tied))
-    choice = evaluation.choose(tied, decisions, [], 1.0)
+    timeline = simulate(view)
+    decisions = planner.plan_echo(view, regions.partition(view), RooflineCost(), timeline)
+    choice = evaluation.choose(view, decisions, [], timeline, 1.0)
     assert not any(d.recompute for d in choice.decisions)
     assert choice.before == choice.after
     assert "would not be lower" in choice.note
