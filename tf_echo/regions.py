@@ -103,17 +103,30 @@ def _components(view: GraphView, members: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _levels(view: GraphView, replayable: list[bool]) -> list[int]:
-    """For each forward node the most non-replayable nodes on a path that leads to it."""
+    """For each forward node the most non-replayable nodes on a path that leads to it.
+
+    A replayable node is counted as late as its readers allow: a dropout mask, made of a seed alone,
+    belongs where it is applied.
+    """
     levels = [0] * len(view.nodes)
     for node in view.nodes:
-        if node.backward:
-            continue
-        for tensor in node.inputs:
-            source = view.tensors[tensor].node
-            kind = view.kinds[source]
-            blocks = not replayable[source] and kind not in (Kind.SOURCE, Kind.METADATA)
-            levels[node.id] = max(levels[node.id], levels[source] + blocks)
+        if not node.backward:
+            sources = [view.tensors[t].node for t in node.inputs]
+            levels[node.id] = max(
+                (_level_behind(view, replayable, levels, s) for s in sources), default=0
+            )
+    for node in reversed(view.nodes):
+        if replayable[node.id]:
+            readers = [
+                r for t in node.outputs for r in view.consumers[t] if not view.nodes[r].backward
+            ]
+            levels[node.id] = min((levels[r] for r in readers), default=levels[node.id])
     return levels
+
+
+def _level_behind(view: GraphView, replayable: list[bool], levels: list[int], source: int) -> int:
+    passes = replayable[source] or view.kinds[source] in (Kind.SOURCE, Kind.METADATA)
+    return levels[source] + (not passes)
 
 
 def common_scope(view: GraphView, nodes: list[int]) -> str:
