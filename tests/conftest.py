@@ -2,7 +2,8 @@
 
 import os
 
-# One thread each: no sum is cut differently from run to run, and the peak of a step does not depend on the scheduler.
+# One thread each: no sum is cut differently from run to run, and the peak of a step does not depend
+# on the scheduler.
 os.environ["TF_NUM_INTEROP_THREADS"] = "1"
 os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "1"

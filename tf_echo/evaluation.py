@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tf_echo import gating
+from tf_echo import gating, scheduling
 from tf_echo.graph_view import GraphView, Node, ViewBuilder
 from tf_echo.memory_model import Timeline, simulate
 from tf_echo.plan import PeakMemory, RegionDecision
@@ -39,25 +39,42 @@ class Rewired:
     """For each node of `view` the region that it recomputes; -1 for the step's own nodes."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a plan does besides recomputing; see `RecomputePlan`."""
+
+    untied: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+
+
+def schedule_of(view: GraphView) -> Schedule:
+    """Everything of the kind that may be done to a view."""
+    names = [node.name for node in view.nodes]
+    return Schedule(
+        tuple(names[n] for n in scheduling.ties(view)),
+        tuple(names[n] for n in scheduling.running_sums(view)),
+    )
+
+
 def rewire(
-    view: GraphView, decisions: Sequence[RegionDecision], untied: Sequence[str] = ()
+    view: GraphView, decisions: Sequence[RegionDecision], schedule: Schedule | None = None
 ) -> Rewired:
-    """The view as it is after the decisions are carried out and the ties of the names given are
-    undone.
+    """The view as it is after the decisions and the schedule are carried out.
 
     Copies of a region's nodes come right before the first backward node that reads them; every
     backward node that reads the values of a recomputed tensor reads the copy.
     """
-    return _Rewiring(view, [d for d in decisions if d.recompute], untied).run()
+    recomputed = [d for d in decisions if d.recompute]
+    return _Rewiring(view, recomputed, schedule or Schedule()).run()
 
 
 class _Rewiring:
     """The state of one `rewire`."""
 
-    def __init__(self, view: GraphView, decisions: Sequence[RegionDecision], untied: Sequence[str]):
+    def __init__(self, view: GraphView, decisions: Sequence[RegionDecision], schedule: Schedule):
         self.view, self.builder = view, ViewBuilder()
-        self.tied = frozenset(view.by_name[name] for name in untied)
-        self.passed = gating.past_ties(view, self.tied)
+        self.removed = frozenset(view.by_name[n] for n in (*schedule.untied, *schedule.sums))
+        self.passed = scheduling.past_ties(view, [view.by_name[n] for n in schedule.untied])
         self.renamed: dict[int, int] = {}
         self.copies: dict[int, int] = {}
         self.places: dict[int, int] = {}
@@ -71,33 +88,67 @@ class _Rewiring:
             ]
             if readers:
                 self.due.setdefault(min(readers), []).append((decision, nodes))
-        self.waits = gating.waits(view, sorted(self.due))
+        self.waits = scheduling.waits(view, sorted(self.due))
         self.after: dict[int, list[int]] = {}
-        changes = bool(self.due or self.tied)
-        for first, second in gating.put_offs(view, self.passed) if changes else ():
-            self.after.setdefault(second, []).append(first)
+        if self.due or self.removed:
+            for first, second in scheduling.put_offs(view, self.passed):
+                self.after.setdefault(second, []).append(first)
+        self._note_sums([view.by_name[n] for n in schedule.sums])
+
+    def _note_sums(self, numbers: Sequence[int]) -> None:
+        self.sums = [scheduling.running_sum(self.view, n) for n in numbers]
+        self.sum_values = [list(self.view.nodes[n].inputs) for n in numbers]
+        """For each sum the tensors of its terms, then, of the new view, those of its additions."""
+        self.additions: dict[int, list[tuple[int, int]]] = {}
+        self.sum_waits: dict[int, list[tuple[int, int]]] = {}
+        for place, total in enumerate(self.sums):
+            for number, addition in enumerate(total.additions):
+                self.additions.setdefault(addition.after, []).append((place, number))
+            for number, node in total.waits:
+                self.sum_waits.setdefault(node, []).append((place, number))
 
     def run(self) -> Rewired:
-        view = self.view
-        for node in view.nodes:
-            if node.id in self.places or node.id in self.tied:
+        for node in self.view.nodes:
+            if node.id in self.places or node.id in self.removed:
                 continue
             for decision, nodes in self.due.get(node.id, ()):
                 self._add_region(decision, nodes, [self.places[n] for n in self.waits[node.id]])
             inputs = [self._source(node, t) for t in node.inputs]
-            control = [self._place(c) for c in (*node.control_inputs, *self.after.get(node.id, ()))]
+            waits = (*node.control_inputs, *self.after.get(node.id, ()))
+            control = [self._place(c) for c in waits if c not in self.removed]
+            control += [self._sum_node(*which) for which in self.sum_waits.get(node.id, ())]
             added = self._add(node, node.name, inputs, control, node.backward, -1)
             self.places[node.id] = added.id
             self.renamed.update(zip(node.outputs, added.outputs, strict=True))
-        loss = self.renamed[view.loss]
+            for place, number in self.additions.get(node.id, ()):
+                self._add_addition(place, number)
+        loss = self.renamed[self.view.loss]
         new = GraphView(
             tuple(self.builder.nodes),
             tuple(self.builder.tensors),
             loss,
-            view.weight_bytes,
-            view.batch_size,
+            self.view.weight_bytes,
+            self.view.batch_size,
         )
         return Rewired(new, tuple(self.originals), tuple(self.regions))
+
+    def _sum_node(self, place: int, number: int) -> int:
+        terms = len(self.view.nodes[self.sums[place].node].inputs)
+        return self.builder.tensors[self.sum_values[place][terms + number]].node
+
+    def _add_addition(self, place: int, number: int) -> None:
+        """Adds the `number`-th addition of a sum."""
+        total, values = self.sums[place], self.sum_values[place]
+        node = self.view.nodes[total.node]
+        addition = total.additions[number]
+        inputs = [
+            self._source(node, values[v]) if v < len(node.inputs) else values[v]
+            for v in (addition.left, addition.right)
+        ]
+        added = self._add(node, f"{node.name}/sum{number}", inputs, (), True, -1, "AddV2")
+        values.append(added.outputs[0])
+        if number + 1 == len(total.additions):
+            self.renamed[node.outputs[0]] = added.outputs[0]
 
     def _source(self, node: Node, tensor: int) -> int:
         tensor = self.passed.get(tensor, tensor)
@@ -113,12 +164,13 @@ class _Rewiring:
         control: Sequence[int],
         backward: bool,
         region: int,
+        op: str | None = None,
     ) -> Node:
         outputs = [self.view.tensors[t] for t in node.outputs]
         sizes = [(t.nbytes, t.dtype, t.scales, t.known) for t in outputs]
         self.originals.extend(node.outputs)
         self.regions.append(region)
-        return self.builder.add(name, node.op, inputs, sizes, control, backward)
+        return self.builder.add(name, op or node.op, inputs, sizes, control, backward)
 
     def _place(self, node: int) -> int:
         """The new place of a node.
@@ -167,7 +219,7 @@ class Choice:
     """What is worth carrying out, and the peaks without and with it."""
 
     decisions: tuple[RegionDecision, ...]
-    untied: tuple[str, ...]
+    schedule: Schedule
     before: PeakMemory
     after: PeakMemory
     note: str
@@ -178,7 +230,7 @@ class _Trial:
     """A plan together with the step that it leads to."""
 
     decisions: tuple[RegionDecision, ...]
-    untied: tuple[str, ...]
+    schedule: Schedule
     rewired: Rewired
     timeline: Timeline
 
@@ -209,7 +261,7 @@ def judging_scale(view: GraphView, timeline: Timeline) -> float:
 def choose(
     view: GraphView,
     decisions: Sequence[RegionDecision],
-    untied: Sequence[str],
+    schedule: Schedule,
     timeline: Timeline,
     scale: float,
     small: float | None = None,
@@ -219,7 +271,7 @@ def choose(
     Args:
         view: the step as it is.
         decisions: what a solver proposes.
-        untied: names of the ties that may be undone.
+        schedule: what may be done besides recomputing.
         timeline: the view as simulated at its own batch size.
         scale: factor on tensors that grow with the batch, for judging.
         small: another factor at which the plan must not be above the baseline either; None where
@@ -241,17 +293,17 @@ def choose(
         return trial.peak_bytes < baseline.peak_bytes
 
     if any(d.recompute for d in decisions):
-        first = _try(view, _drop_trivial(decisions), untied, scale)
+        first = _try(view, _drop_trivial(decisions), schedule, scale)
         best = _refine(view, first, scale, baseline, steps)
         if lower(best):
             after = peak_memory(best.rewired.view, best.timeline)
-            return Choice(best.decisions, best.untied, before, after, "")
-    if untied:
-        bare = _try(view, dropped, untied, scale)
+            return Choice(best.decisions, best.schedule, before, after, "")
+    if schedule != Schedule():
+        bare = _try(view, dropped, schedule, scale)
         if lower(bare):
             after = peak_memory(bare.rewired.view, bare.timeline)
-            return Choice(bare.decisions, bare.untied, before, after, _why_nothing(decisions))
-    return Choice(tuple(dropped), (), before, before, _why_nothing(decisions))
+            return Choice(bare.decisions, bare.schedule, before, after, _why_nothing(decisions))
+    return Choice(tuple(dropped), Schedule(), before, before, _why_nothing(decisions))
 
 
 def _why_nothing(decisions: Sequence[RegionDecision]) -> str:
@@ -261,10 +313,10 @@ def _why_nothing(decisions: Sequence[RegionDecision]) -> str:
 
 
 def _try(
-    view: GraphView, decisions: Sequence[RegionDecision], untied: Sequence[str], scale: float
+    view: GraphView, decisions: Sequence[RegionDecision], schedule: Schedule, scale: float
 ) -> _Trial:
-    rewired = rewire(view, decisions, untied)
-    return _Trial(tuple(decisions), tuple(untied), rewired, simulate(rewired.view, scale))
+    rewired = rewire(view, decisions, schedule)
+    return _Trial(tuple(decisions), schedule, rewired, simulate(rewired.view, scale))
 
 
 def peak_memory(view: GraphView, timeline: Timeline) -> PeakMemory:
@@ -321,18 +373,11 @@ def _refine(
         culprit = _region_at_peak(trial)
         if culprit is None or fruitless == _FRUITLESS_ROUNDS:
             break
-        trial = min(
-            (
-                _try(
-                    view,
-                    [change if d.region == culprit else d for d in trial.decisions],
-                    first.untied,
-                    scale,
-                )
-                for change in _alternatives(view, trial, culprit, steps)
-            ),
-            key=lambda t: t.peak_bytes,
-        )
+        trials = [
+            _try(view, _replace(trial.decisions, change), first.schedule, scale)
+            for change in _alternatives(view, trial, culprit, steps)
+        ]
+        trial = min(trials, key=lambda t: t.peak_bytes)
         fruitless += 1
         if trial.peak_bytes < best.peak_bytes:
             best, fruitless = trial, 0
@@ -380,7 +425,7 @@ def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
             _drop(d, "the peak does not depend on it") if d.region in useless else d
             for d in best.decisions
         ]
-        slim = _try(view, decisions, best.untied, scale)
+        slim = _try(view, decisions, best.schedule, scale)
         if slim.peak_bytes <= best.peak_bytes * (1 + _TOLERANCE):
             return slim
         useless = useless[: len(useless) // 2] if len(view.nodes) < _SMALL_NODES else []
@@ -398,6 +443,10 @@ def _drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:
             break
         trivial.add(region)
     return [_drop(d, "too small to matter") if d.region in trivial else d for d in decisions]
+
+
+def _replace(decisions: Sequence[RegionDecision], change: RegionDecision) -> list[RegionDecision]:
+    return [change if d.region == change.region else d for d in decisions]
 
 
 def _region_at_peak(trial: _Trial) -> int | None:

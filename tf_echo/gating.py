@@ -6,7 +6,7 @@ that depends on a gate: an upstream gradient of the region, or the loss where th
 cheapest input will do: a scalar, a bias, a seed. Only an op with one large input pays for a copy.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tf_echo import op_traits
 from tf_echo.graph_view import GraphView, Node
@@ -115,21 +115,22 @@ def _late_nodes(view: GraphView, steps: Sequence[int]) -> list[bool]:
     after it.
     """
     loss_step = steps[view.tensors[view.loss].node]
-    needs_forward = _need_forward_values(view)
+    needs_forward = need_forward_values(view)
     return [needs_forward[node.id] and steps[node.id] > loss_step for node in view.nodes]
 
 
-def _need_forward_values(view: GraphView) -> list[bool]:
+def need_forward_values(view: GraphView) -> list[bool]:
     """Which backward nodes are made of values of the forward pass."""
     found = [False] * len(view.nodes)
     for node in view.nodes:
         if node.backward and reads_values(view, node):
             sources = (view.tensors[t].node for t in node.inputs)
-            found[node.id] = any(found[s] or _holds_values(view, view.nodes[s]) for s in sources)
+            found[node.id] = any(found[s] or holds_values(view, view.nodes[s]) for s in sources)
     return found
 
 
-def _holds_values(view: GraphView, node: Node) -> bool:
+def holds_values(view: GraphView, node: Node) -> bool:
+    """Whether a node is one of the forward pass that computes something."""
     kind = view.kinds[node.id]
     return not node.backward and kind not in (Kind.SOURCE, Kind.METADATA)
 
@@ -145,132 +146,6 @@ def _find_gate(view: GraphView, late: Sequence[bool], readers: Sequence[int]) ->
         and view.tensors[tensor].dtype in _GRADIENTS
     ]
     return max(gates, default=view.loss)
-
-
-def ties(view: GraphView) -> list[int]:
-    """The backward nodes that hold several tensors until the last of them is there, and change
-    none.
-    """
-    return [n.id for n in view.nodes if n.backward and n.op == "IdentityN" and len(n.inputs) > 1]
-
-
-def past_ties(view: GraphView, tied: Collection[int]) -> dict[int, int]:
-    """For each output of a tie the tensor that it passes on."""
-    passed: dict[int, int] = {}
-    for number in sorted(tied):
-        node = view.nodes[number]
-        passed.update((o, passed.get(i, i)) for i, o in zip(node.inputs, node.outputs, strict=True))
-    return passed
-
-
-def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
-    """What regions wait for besides their gates.
-
-    Args:
-        view: the view.
-        firsts: for each region that is recomputed its first backward reader, ascending, each once.
-
-    Returns:
-        For each of `firsts` the nodes to wait for. All come before it in the view's order.
-    """
-    found, start = {}, 0
-    needs_forward = _need_forward_values(view)
-    for first in firsts:
-        ends = side_ends(view, start, first)
-        found[first] = [node for node in ends if needs_forward[node]]
-        start = first
-    return found
-
-
-def side_ends(view: GraphView, start: int, end: int) -> list[int]:
-    """The backward nodes from `start` to before `end` that no backward node before `end` needs:
-    weight gradients, mostly.
-
-    What is recomputed at `end` waits for them, so that they are not put off while the tensors that
-    they read pile up.
-    """
-    ends = []
-    for node in view.nodes[start:end]:
-        if node.backward and view.kinds[node.id] is not Kind.SOURCE:
-            users = [c for t in node.outputs for c in view.consumers[t]]
-            if not any(user < end for user in users):
-                ends.append(node.id)
-    return ends
-
-
-def early_sources(view: GraphView) -> list[int]:
-    """Constants and reads of variables of the backward pass that may run before it: learning rates,
-    optimizer state.
-
-    TensorFlow's executor may leave them to the end, and all updates with them, while gradients pile
-    up. Reads of variables that something before them writes are left alone.
-    """
-    touched: set[int] = set()
-    found = []
-    for node in view.nodes:
-        handles = [t for t in node.inputs if view.tensors[t].dtype == "resource"]
-        if node.backward and node.op == "ReadVariableOp" and not node.control_inputs:
-            if (
-                view.nodes[view.tensors[handles[0]].node].op == "Placeholder"
-                and handles[0] not in touched
-            ):
-                found.append(node.id)
-        elif node.op != "ReadVariableOp":
-            touched.update(handles)
-    return found
-
-
-def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Pairs (a node, another that is to wait for it) that let activations and copies die early.
-
-    A weight gradient (it reads an activation) runs before the input gradient that reads the same
-    upstream gradient; were it the other way round, the activation would be held meanwhile. The
-    weight's update waits for that input gradient in turn, which still reads the weight: else the
-    weight would be copied. And the first weight gradient waits for what updates need, see
-    `early_sources`.
-
-    Args:
-        view: the view, in which a weight gradient comes before the input gradient.
-        passed: see `past_ties`.
-    """
-    ties_of: dict[int, list[int]] = {}
-    for output, source in passed.items():
-        ties_of.setdefault(source, []).append(output)
-    weight_gradients = [node for node in view.nodes if _is_weight_gradient(view, node)]
-    pairs = [(early, node.id) for node in weight_gradients[:1] for early in early_sources(view)]
-    for node in weight_gradients:
-        others = _input_gradients(view, node)
-        outputs = [t for made in node.outputs for t in (made, *ties_of.get(made, ()))]
-        users = sorted({c for t in outputs for c in view.consumers[t]})
-        for other in others:
-            pairs.append((node.id, other))
-            pairs += [
-                (other, user)
-                for user in users
-                if user > other and view.nodes[user].op != "IdentityN"
-            ]
-    return pairs
-
-
-def _is_weight_gradient(view: GraphView, node: Node) -> bool:
-    return (
-        node.backward
-        and view.kinds[node.id] is Kind.HEAVY
-        and any(_holds_values(view, view.nodes[view.tensors[t].node]) for t in node.inputs)
-    )
-
-
-def _input_gradients(view: GraphView, node: Node) -> list[int]:
-    """Later heavy nodes that read the same upstream gradient, and no activation."""
-    gradients = [t for t in node.inputs if view.nodes[view.tensors[t].node].backward]
-    users = {view.nodes[user] for t in gradients for user in view.consumers[t]}
-    return sorted(
-        user.id
-        for user in users
-        if user.id > node.id
-        and view.kinds[user.id] is Kind.HEAVY
-        and not _is_weight_gradient(view, user)
-    )
 
 
 def steps_of(timeline: Timeline) -> list[int]:

@@ -3,6 +3,7 @@
 Any Keras optimizer, and the train step that it is compiled into needs less memory.
 """
 
+import copy
 from typing import Any
 
 import keras
@@ -196,9 +197,12 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             setattr(self._wrapped, name, value)
 
     def __dir__(self) -> list[str]:
-        # Keras saves whatever it finds here; the inner optimizer is saved as this one's own
-        # variables.
-        return [name for name in super().__dir__() if name not in ("inner_optimizer", "_wrapped")]
+        # Keras saves whatever it finds here. The inner optimizer is saved as this one's own
+        # variables; a LossScaleOptimizer saves it once more beside them.
+        hidden = {"_wrapped"}
+        if not isinstance(self, keras.optimizers.LossScaleOptimizer):
+            hidden.add("inner_optimizer")
+        return [name for name in super().__dir__() if name not in hidden]
 
     def __repr__(self) -> str:
         inner = self.inner_optimizer
@@ -257,36 +261,42 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         self._wrapped.load_own_variables(store)
 
 
+@keras.saving.register_keras_serializable("tf_echo")
 class _EchoLossScaleOptimizer(EchoOptimizer, keras.optimizers.LossScaleOptimizer):
     """An EchoOptimizer that Keras takes for what it is: a LossScaleOptimizer."""
 
 
 def _scales(inner_optimizer: Any, loss_scale: Any) -> bool:
+    """Whether the optimizer is to be a LossScaleOptimizer."""
+    if isinstance(inner_optimizer, dict):
+        inner_optimizer = _from_config(inner_optimizer)
     if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
-        return True
-    if (
-        isinstance(inner_optimizer, dict)
-        and inner_optimizer.get("class_name") == "LossScaleOptimizer"
-    ):
         return True
     if loss_scale == "auto":
         return str(keras.config.dtype_policy().name) == "mixed_float16"
     return bool(loss_scale == "dynamic")
 
 
+def _from_config(identifier: str | dict[str, Any]) -> keras.optimizers.Optimizer:
+    # Keras takes entries out of the config that it reads.
+    return keras.optimizers.get(copy.deepcopy(identifier))
+
+
 def _as_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
     if isinstance(inner_optimizer, (str, dict)):
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
-    if isinstance(inner_optimizer, EchoOptimizer):
+        inner_optimizer = _from_config(inner_optimizer)
+    innermost = inner_optimizer
+    while not isinstance(innermost, EchoOptimizer) and hasattr(innermost, "inner_optimizer"):
+        innermost = innermost.inner_optimizer
+    if isinstance(innermost, EchoOptimizer):
         raise ValueError(
-            "`inner_optimizer` must not be an `EchoOptimizer` already. Wrap the plain optimizer "
-            "once. "
-            f"Received: inner_optimizer={inner_optimizer}"
+            "`inner_optimizer` must not be an `EchoOptimizer` already, nor wrap one. Wrap the "
+            f"plain optimizer once. Received: inner_optimizer={inner_optimizer}"
         )
     if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
         raise TypeError(
-            "`inner_optimizer` must be a Keras optimizer, its name or its config. "
-            f"Received: inner_optimizer={inner_optimizer} (of type {type(inner_optimizer)})"
+            "`inner_optimizer` must be a Keras optimizer, its name or its config. Received: "
+            f"inner_optimizer={inner_optimizer} (of type {type(inner_optimizer)})"
         )
     return inner_optimizer
 

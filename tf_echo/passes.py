@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import evaluation, gating, op_traits, planner, regions
+from tf_echo import evaluation, op_traits, planner, regions
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import simulate
@@ -46,16 +46,23 @@ def plan_view(
     if open_batch and not batch_is_told:
         scale = evaluation.judging_scale(view, timeline)
     small = 1.0 if open_batch else None
-    untied = [view.nodes[n].name for n in gating.ties(view)] if policy != "none" else []
+    schedule = evaluation.Schedule() if policy == "none" else evaluation.schedule_of(view)
     choices = []
     for found in _partitions(view, policy):
         decisions = planner.POLICIES[policy](view, found, cost_model, timeline)
-        choices.append(evaluation.choose(view, decisions, untied, timeline, scale, small))
+        choices.append(evaluation.choose(view, decisions, schedule, timeline, scale, small))
     choice = min(choices, key=lambda c: c.after.total_bytes)
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
     note = " ".join(filter(None, (choice.note, _kept_whole(view))))
     return RecomputePlan(
-        policy, choice.decisions, choice.before, choice.after, batch_size, choice.untied, note
+        policy,
+        choice.decisions,
+        choice.before,
+        choice.after,
+        batch_size,
+        choice.schedule.untied,
+        choice.schedule.sums,
+        note,
     )
 
 

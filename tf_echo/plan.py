@@ -80,6 +80,8 @@ class RecomputePlan:
     """Names of IdentityN ops of the backward pass (Keras passes all gradients through one). Their
     readers read past them, so that each update runs as soon as its gradient is there instead of
     when the last one is."""
+    sums: tuple[str, ...] = ()
+    """Names of AddN ops of the backward pass that add up their terms one by one instead."""
     note: str = ""
     """What the reader must know: why nothing is changed, which ops were kept whole."""
     name: str = ""
@@ -115,8 +117,8 @@ class RecomputePlan:
                 RegionDecision(**{**d, "nodes": tuple(d["nodes"])}) for d in fields["decisions"]
             ]
             peaks = {key: PeakMemory(**fields[key]) for key in ("before", "after")}
-            untied = tuple(fields["untied"])
-            return cls(**{**fields, **peaks, "decisions": tuple(decisions), "untied": untied})
+            names = {key: tuple(fields[key]) for key in ("untied", "sums")}
+            return cls(**{**fields, **peaks, **names, "decisions": tuple(decisions)})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"`text` must be what `RecomputePlan.to_json` returned. Received: {text[:80]!r}"

@@ -32,6 +32,8 @@ def report(plan: RecomputePlan, every_region: bool = False) -> str:
     lines += [_line(row, widths) for row in rows]
     if hidden:
         lines.append(f"{hidden} small regions that are kept are not listed.")
+    if plan.sums:
+        lines.append(f"{len(plan.sums)} sums of gradients are built up term by term.")
     if plan.untied:
         lines.append("Gradients are handed to the optimizer one by one instead of all at once.")
     lines += ["", *_peaks(plan)]

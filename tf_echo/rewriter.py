@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, tf_internals
+from tf_echo import gating, scheduling, tf_internals
+from tf_echo.graph_view import Node
 from tf_echo.plan import RecomputePlan, RegionDecision
 from tf_echo.tracing import Trace
 
@@ -32,34 +33,54 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     """
     for decision in plan.recomputed:
         _check(trace, decision)
-    for name in plan.untied:
-        if name not in trace.view.by_name or trace.view.node(name).op != "IdentityN":
-            raise ValueError(f"The plan unties {name!r}, which is no IdentityN of this graph.")
+    _check_ops(trace, plan.untied, "IdentityN")
+    _check_ops(trace, plan.sums, "AddN")
+    if not plan.recomputed and not plan.untied and not plan.sums:
+        return
     firsts = {d.region: min(_readers(trace, d), default=None) for d in plan.recomputed}
-    waits = gating.waits(trace.view, sorted({f for f in firsts.values() if f is not None}))
+    waits = scheduling.waits(trace.view, sorted({f for f in firsts.values() if f is not None}))
     for decision in plan.recomputed:
         start = firsts[decision.region]
         if start is not None:
             _Region(trace, decision, [trace.operations[n] for n in waits[start]]).rewrite()
-    if not plan.recomputed and not plan.untied:
-        return
-    passed = gating.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
-    for first, second in gating.put_offs(trace.view, passed):
+    passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
+    for first, second in scheduling.put_offs(trace.view, passed):
         tf_internals.wait_for(trace.operations[second], trace.operations[first])
+    totals = {}
+    for name in plan.sums:
+        node = trace.view.node(name)
+        totals[node.outputs[0]] = _sum_up(trace, node)
+        _read_instead(trace.tensor(node.outputs[0]), totals[node.outputs[0]])
     for tensor, source in passed.items():
-        _read_instead(trace, tensor, source)
+        _read_instead(trace.tensor(tensor), totals.get(source, trace.tensor(source)))
 
 
-def _read_instead(trace: Trace, tensor: int, source: int) -> None:
-    """Lets the readers of a tie's output read what it passes on."""
-    view = trace.view
-    for reader in sorted(set(view.consumers[tensor])):
-        if view.nodes[reader].op != "IdentityN":
-            for place, read in enumerate(view.nodes[reader].inputs):
-                if read == tensor:
-                    tf_internals.replace_input(
-                        trace.operations[reader], place, trace.tensor(source)
-                    )
+def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:
+    for name in names:
+        if name not in trace.view.by_name or trace.view.node(name).op != op:
+            raise ValueError(f"The plan names {name!r}, which is no {op} of this graph.")
+
+
+def _sum_up(trace: Trace, node: Node) -> tf.Tensor:
+    """Adds an AddN's terms one after the other; the maker of each term waits for those before."""
+    total = scheduling.running_sum(trace.view, node.id)
+    values = [trace.tensor(t) for t in node.inputs]
+    device = trace.operations[node.id].device or None
+    with trace.graph.as_default(), tf.control_dependencies(None), tf.device(device):
+        for addition in total.additions:
+            left, right = values[addition.left], values[addition.right]
+            values.append(tf.raw_ops.AddV2(x=left, y=right, name=f"{node.name}/sum"))
+    for number, maker in total.waits:
+        tf_internals.wait_for(trace.operations[maker], values[len(node.inputs) + number].op)
+    return values[-1]
+
+
+def _read_instead(tensor: tf.Tensor, other: tf.Tensor) -> None:
+    """Lets whoever reads a tensor read another one."""
+    for reader in tensor.consumers():
+        for place, read in enumerate(reader.inputs):
+            if read is tensor:
+                tf_internals.replace_input(reader, place, other)
 
 
 def _readers(trace: Trace, decision: RegionDecision) -> list[int]:

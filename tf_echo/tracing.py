@@ -62,7 +62,8 @@ def trace_step(
     forward = _ancestors([loss.op for loss in losses])
     roots = [loss.op for loss in losses]
     roots += [gradient.op for gradient in gradients]
-    roots += [op for op in _descendants(gradients) if not op.outputs or op.op_def.is_stateful]
+    # Whatever has side effects runs, and updates may be linked through variables alone.
+    roots += [op for op in graph.get_operations() if not op.outputs or op.op_def.is_stateful]
     needed = _ancestors(roots)
     ordered = _in_order([op for op in graph.get_operations() if op in needed])
     backward = _weight_gradients_first([op for op in ordered if op not in forward], forward)
@@ -84,19 +85,6 @@ def _ancestors(roots: Iterable[tf.Operation]) -> set[tf.Operation]:
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
-    return seen
-
-
-def _descendants(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    waiting = [consumer for tensor in tensors for consumer in tensor.consumers()]
-    seen = set(waiting)
-    while waiting:
-        operation = waiting.pop()
-        for output in operation.outputs:
-            for consumer in output.consumers():
-                if consumer not in seen:
-                    seen.add(consumer)
-                    waiting.append(consumer)
     return seen
 
 
@@ -138,7 +126,7 @@ def _weight_gradients_first(
     for operation in operations:
         if traits_of(operation.type).kind is not Kind.HEAVY:
             continue
-        sources = [t.op for t in operation.inputs]
+        sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
         gradients = [t for t in operation.inputs if t.op in places]
         if not any(s in forward and traits_of(s.type).kind is not Kind.SOURCE for s in sources):
             input_gradients.update({id(t): operation for t in gradients})

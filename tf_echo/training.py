@@ -43,11 +43,14 @@ class StepPlanner:
         self._warned: set[str] = set()
         self._dry: list[RecomputePlan] | None = None
 
+    # AutoGraph would convert all of this package when a user's function is traced.
+    @tf.autograph.experimental.do_not_convert
     def note_loss(self, loss: Any) -> None:
         """Notes a loss that is about to be differentiated; numbers and eager tensors are not."""
         if tf.is_symbolic_tensor(loss):
             self._losses.setdefault(loss.graph, []).append(loss.name)
 
+    @tf.autograph.experimental.do_not_convert
     def step_applied(self, gradients: Sequence[object]) -> None:
         """Plans and rewrites the graph that holds the gradients, after the optimizer has added its
         updates.

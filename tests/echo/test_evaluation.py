@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from tf_echo import evaluation, gating, passes, planner, regions
+from tf_echo import evaluation, passes, planner, regions, scheduling
 from tf_echo.cost_model import RooflineCost, UnitCost
 from tf_echo.graph_view import GraphView, parse_view
 from tf_echo.memory_model import simulate
+from tf_echo.plan import RecomputePlan
 
 LAYERS = 6
 
@@ -46,6 +47,10 @@ def network(size: str = "1MiB", weights: str = "4KiB") -> GraphView:
     return parse_view("\n".join(lines))
 
 
+def schedule(plan: RecomputePlan) -> evaluation.Schedule:
+    return evaluation.Schedule(plan.untied, plan.sums)
+
+
 def test_each_layer_is_recomputed_and_the_peak_falls():
     plan = passes.plan_view(network(), UnitCost())
     assert len(plan.recomputed) >= LAYERS - 1
@@ -55,7 +60,7 @@ def test_each_layer_is_recomputed_and_the_peak_falls():
 def test_the_prediction_is_the_simulated_peak_of_the_rewired_step():
     view = network()
     plan = passes.plan_view(view, UnitCost())
-    after = simulate(evaluation.rewire(view, plan.decisions, plan.untied).view)
+    after = simulate(evaluation.rewire(view, plan.decisions, schedule(plan)).view)
     assert plan.before.total_bytes == simulate(view).peak_bytes
     assert plan.after.total_bytes == after.peak_bytes
     for peak in (plan.before, plan.after):
@@ -65,7 +70,7 @@ def test_the_prediction_is_the_simulated_peak_of_the_rewired_step():
 def test_rewiring_keeps_every_original_node_and_stays_consistent():
     view = network()
     plan = passes.plan_view(view, UnitCost())
-    rewired = evaluation.rewire(view, plan.decisions, plan.untied).view
+    rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     rewired.verify()
     names = {node.name for node in rewired.nodes}
     assert names >= {node.name for node in view.nodes} - set(plan.untied)
@@ -79,7 +84,7 @@ def test_the_empty_plan_changes_nothing():
 def test_updates_read_past_the_tie_that_holds_all_gradients():
     view = network(weights="1MiB")
     plan = passes.plan_view(view, UnitCost())
-    rewired = evaluation.rewire(view, plan.decisions, plan.untied).view
+    rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     assert plan.untied == ("tie",)
     assert "tie" not in rewired.by_name
     update = rewired.node("u3")
@@ -89,7 +94,7 @@ def test_updates_read_past_the_tie_that_holds_all_gradients():
 def test_what_is_recomputed_waits_for_the_weight_gradients_before_it():
     view = network()
     plan = passes.plan_view(view, UnitCost())
-    rewired = evaluation.rewire(view, plan.decisions, plan.untied).view
+    rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     copy = next(
         n
         for n in rewired.nodes
@@ -101,8 +106,8 @@ def test_what_is_recomputed_waits_for_the_weight_gradients_before_it():
 
 def test_an_input_gradient_waits_for_its_weight_gradient_and_the_update_for_both():
     view = network()
-    passed = gating.past_ties(view, gating.ties(view))
-    names = {(view.nodes[a].name, view.nodes[b].name) for a, b in gating.put_offs(view, passed)}
+    passed = scheduling.past_ties(view, scheduling.ties(view))
+    names = {(view.nodes[a].name, view.nodes[b].name) for a, b in scheduling.put_offs(view, passed)}
     assert ("dw3", "dx3") in names
     assert ("dx3", "u3") in names
 
@@ -111,7 +116,7 @@ def test_a_plan_that_does_not_lower_the_peak_is_dropped_and_says_so():
     view = network(size="4KiB", weights="8MiB")
     timeline = simulate(view)
     decisions = planner.plan_echo(view, regions.partition(view), RooflineCost(), timeline)
-    choice = evaluation.choose(view, decisions, [], timeline, 1.0)
+    choice = evaluation.choose(view, decisions, evaluation.Schedule(), timeline, 1.0)
     assert not any(d.recompute for d in choice.decisions)
     assert choice.before == choice.after
     assert "would not be lower" in choice.note

@@ -328,7 +328,9 @@ def test_never_above_the_baseline_and_near_the_optimum_on_random_graphs(record_p
         view = random_view(seed)
         plan = passes.plan_view(view, RooflineCost())
         assert plan.after.total_bytes <= plan.before.total_bytes
-        rewired = evaluation.rewire(view, plan.decisions, plan.untied).view
+        rewired = evaluation.rewire(
+            view, plan.decisions, evaluation.Schedule(plan.untied, plan.sums)
+        ).view
         assert simulate(rewired).peak_bytes == plan.after.total_bytes
         optimum = best_peak(view)
         gains += optimum < plan.before.total_bytes

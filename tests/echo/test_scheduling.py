@@ -1,0 +1,82 @@
+"""Orders that let tensors die early, and sums that are built up term by term."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import reference
+from tf_echo import evaluation, passes, rewriter, scheduling
+from tf_echo.cost_model import RooflineCost, UnitCost
+from tf_echo.graph_view import GraphView, parse_view
+from tf_echo.memory_model import simulate
+
+
+def shared_weight(steps: int) -> GraphView:
+    """One weight that is used in every step: its gradients of 1 MiB are summed."""
+    lines = ["x = Placeholder [4KiB]", "v = Placeholder [0B resource fixed]"]
+    lines += ["w = ReadVariableOp v [1MiB fixed]", "h0 = MatMul x w [4KiB]"]
+    lines += [f"h{i} = MatMul h{i - 1} w [4KiB]" for i in range(1, steps)]
+    lines += [f"loss = Mean h{steps - 1} [4B]", "backward:", "g = Const [4B fixed]"]
+    lines += [f"d{steps} = Neg g [4KiB]"]
+    for i in reversed(range(steps)):
+        lines.append(f"dw{i} = MatMul {f'h{i - 1}' if i else 'x'} d{i + 1} [1MiB fixed]")
+        lines.append(f"d{i} = MatMul d{i + 1} w [4KiB]")
+    terms = " ".join(f"dw{i}" for i in reversed(range(steps)))
+    lines += [f"sum = AddN {terms} [1MiB fixed]", "u = AssignSubVariableOp v sum []", "loss: loss"]
+    return parse_view("\n".join(lines))
+
+
+@pytest.mark.parametrize("steps", [3, 8, 9, 10, 17, 30])
+def test_terms_of_a_running_sum_are_not_all_held(steps):
+    view = shared_weight(steps)
+    plan = passes.plan_view(view, UnitCost())
+    assert plan.sums == ("sum",)
+    mib = 2**20
+    assert plan.before.total_bytes > steps * mib
+    # A total, a block, and the next term.
+    assert plan.after.total_bytes < 4 * mib
+    after = evaluation.rewire(view, plan.decisions, evaluation.Schedule(plan.untied, plan.sums))
+    after.view.verify()
+    assert simulate(after.view).peak_bytes == plan.after.total_bytes
+
+
+@pytest.mark.parametrize("count", range(3, 36))
+def test_additions_use_each_value_once(count):
+    view = shared_weight(count)
+    additions = scheduling.running_sum(view, view.node("sum").id).additions
+    used = sorted(v for a in additions for v in (a.left, a.right))
+    assert used == list(range(2 * count - 2))
+
+
+def test_terms_that_do_not_come_one_after_the_other_are_left_alone():
+    text = str(shared_weight(5)).replace("AddN dw4 dw3", "AddN dw3 dw4")
+    assert scheduling.running_sums(parse_view(text)) == []
+
+
+@pytest.mark.parametrize("steps", [5, 9, 10, 19, 26])
+def test_running_sums_are_bit_equal_to_what_addn_gives(steps):
+    weight = tf.Variable(np.random.default_rng(0).standard_normal((64, 64)).astype("float32") / 8)
+
+    gradient, plans = tf.Variable(tf.zeros_like(weight)), []
+
+    def run(planned: bool) -> np.ndarray:
+        @tf.function(autograph=False)
+        def step(x: tf.Tensor) -> None:
+            with tf.GradientTape() as tape:
+                h = x
+                for _ in range(steps):
+                    h = tf.tanh(tf.matmul(h, weight))
+                loss = tf.reduce_sum(h**2)
+            result = tape.gradient(loss, weight)
+            gradient.assign(result)
+            if planned:
+                trace, plan = passes.plan_step([loss], [result], "echo", RooflineCost())
+                rewriter.rewrite(trace, plan)
+                plans.append(plan)
+
+        with reference.grappler(enabled=False):
+            step(tf.random.stateless_normal((16, 64), (1, 2)))
+        return gradient.numpy()
+
+    np.testing.assert_array_equal(run(True), run(False))
+    assert plans[-1].sums

@@ -1,0 +1,124 @@
+"""Imports run one way, as read from the source.
+
+Data, analysis, planner, TensorFlow code, orchestration, Keras's face: none imports a later one.
+"""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# Each layer may import from itself, where order below allows, and from the layers before it.
+ECHO_LAYERS = (
+    ("op_traits", "graph_view"),
+    ("memory_model", "cost_model", "plan"),
+    ("gating", "report"),
+    ("scheduling",),
+    ("regions", "evaluation"),
+    ("planner",),
+    ("tf_internals",),
+    ("nominal_shapes", "tracing", "measuring"),
+    ("rewriter",),
+    ("passes",),
+    ("training",),
+    ("optimizer",),
+    ("explain",),
+    ("__init__",),
+)
+WITHOUT_TENSORFLOW = {
+    "tf_echo": """
+        graph_view op_traits regions memory_model cost_model planner plan evaluation gating
+        scheduling report
+    """.split(),
+}
+
+
+def _modules(package: str) -> dict[str, pathlib.Path]:
+    return {path.stem: path for path in sorted((ROOT / package).glob("*.py"))}
+
+
+def _imports(path: pathlib.Path) -> set[str]:
+    """Dotted names of all that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _own_imports(package: str, path: pathlib.Path) -> set[str]:
+    """Names of the package's own modules that a file imports."""
+    dotted = [name.split(".") for name in _imports(path)]
+    return {parts[1] for parts in dotted if parts[0] == package and len(parts) > 1} & set(
+        _modules(package)
+    )
+
+
+def _imports_package(path: pathlib.Path, *packages: str) -> set[str]:
+    return {name for name in _imports(path) if name.partition(".")[0] in packages}
+
+
+def test_every_module_has_a_layer():
+    assert sorted(name for layer in ECHO_LAYERS for name in layer) == sorted(_modules("tf_echo"))
+
+
+@pytest.mark.parametrize("module", _modules("tf_echo"))
+def test_imports_come_from_earlier_layers(module):
+    level = {name: number for number, layer in enumerate(ECHO_LAYERS) for name in layer}
+    imported = _own_imports("tf_echo", ROOT / "tf_echo" / f"{module}.py")
+    assert {name for name in imported if level[name] > level[module]} == set()
+
+
+@pytest.mark.parametrize("package", ["tf_echo", "tf_scratchpipe"])
+def test_no_imports_in_a_circle(package):
+    modules = _modules(package)
+    waiting = {name: _own_imports(package, path) - {name} for name, path in modules.items()}
+    while free := {name for name, needed in waiting.items() if not needed}:
+        waiting = {name: needed - free for name, needed in waiting.items() if name not in free}
+    assert waiting == {}
+
+
+@pytest.mark.parametrize(
+    ("package", "module"), [(p, m) for p, names in WITHOUT_TENSORFLOW.items() for m in names]
+)
+def test_deciding_needs_no_tensorflow(package, module):
+    path = ROOT / package / f"{module}.py"
+    assert _imports_package(path, "tensorflow", "keras") == set()
+    # Nor does anything that it imports.
+    assert _own_imports(package, path) <= set(WITHOUT_TENSORFLOW[package])
+
+
+def test_planner_and_rewriter_meet_in_the_plan_only():
+    assert "rewriter" not in _own_imports("tf_echo", ROOT / "tf_echo/planner.py")
+    assert "planner" not in _own_imports("tf_echo", ROOT / "tf_echo/rewriter.py")
+
+
+@pytest.mark.parametrize(
+    ("package", "other"), [("tf_echo", "tf_scratchpipe"), ("tf_scratchpipe", "tf_echo")]
+)
+def test_the_packages_never_import_each_other(package, other):
+    assert {n: i for n, p in _modules(package).items() if (i := _imports_package(p, other))} == {}
+
+
+PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.compiler", "keras.src", "tf_keras")
+
+
+@pytest.mark.parametrize("package", ["tf_echo", "tf_scratchpipe"])
+def test_private_parts_of_tensorflow_are_imported_in_one_place(package):
+    others = {name: path for name, path in _modules(package).items() if name != "tf_internals"}
+    private = {
+        name: sorted(i for i in _imports(path) if i.startswith(PRIVATE))
+        for name, path in others.items()
+    }
+    assert {name: found for name, found in private.items() if found} == {}
+
+
+def test_no_package_imports_tests():
+    for package in ("tf_echo", "tf_scratchpipe"):
+        for path in _modules(package).values():
+            assert _imports_package(path, "tests", "pytest") == set()

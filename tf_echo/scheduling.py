@@ -1,0 +1,227 @@
+"""Order is memory: which nodes should wait for which, so that tensors die early.
+
+TensorFlow's executor puts off whatever nobody waits for, and tensors pile up meanwhile. Nothing
+here changes a value: weight gradients run before what follows them, gradients reach their updates
+one by one, and a sum of many gradients is built up term by term, in the order in which the op
+itself adds.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from tf_echo.gating import holds_values, need_forward_values
+from tf_echo.graph_view import GraphView, Node
+from tf_echo.op_traits import Kind
+
+_MIN_SUMMED_BYTES = 1 << 16
+"""An AddN of fewer bytes in all is left alone."""
+_SUMMED = frozenset(("float16", "bfloat16", "float32", "float64"))
+_BLOCK = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Addition:
+    """One addition of a running sum. Values are numbered: first the terms, then the results."""
+
+    left: int
+    right: int
+    after: int
+    """The node that makes the last term in it; the addition comes right after."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunningSum:
+    """How an AddN of many gradients is replaced by additions."""
+
+    node: int
+    additions: tuple[Addition, ...]
+    waits: tuple[tuple[int, int], ...]
+    """Pairs (number of an addition, node that makes a later term and waits for it)."""
+
+
+def running_sums(view: GraphView) -> list[int]:
+    """The backward AddN nodes whose terms come one after the other, so that they need not all be
+    held.
+    """
+    return [n.id for n in view.nodes if n.backward and n.op == "AddN" and _in_sequence(view, n)]
+
+
+def _in_sequence(view: GraphView, node: Node) -> bool:
+    makers = [view.tensors[t].node for t in node.inputs]
+    output = view.tensors[node.outputs[0]]
+    return (
+        len(makers) > 2
+        and output.dtype in _SUMMED
+        and output.nbytes * len(makers) >= _MIN_SUMMED_BYTES
+        and all(view.nodes[m].backward for m in makers)
+        and not any(view.nodes[m].op in ("AddN", "IdentityN") for m in makers)
+        and all(a < b for a, b in itertools.pairwise(makers))
+    )
+
+
+def running_sum(view: GraphView, number: int) -> RunningSum:
+    """The additions for an AddN.
+
+    TensorFlow adds a first block of 2 to 9 terms, then blocks of 8, each block by itself; so do
+    these.
+    """
+    inputs = view.nodes[number].inputs
+    makers = [view.tensors[t].node for t in inputs]
+    additions: list[Addition] = []
+
+    def add(left: int, right: int, term: int) -> int:
+        additions.append(Addition(left, right, makers[term]))
+        return len(inputs) + len(additions) - 1
+
+    first = len(inputs) % _BLOCK
+    first += _BLOCK if first < 2 else 0
+    total = 0
+    for term in range(1, min(first, len(inputs))):
+        total = add(total, term, term)
+    for start in range(first, len(inputs), _BLOCK):
+        block = start
+        for term in range(start + 1, start + _BLOCK):
+            block = add(block, term, term)
+        total = add(total, block, start + _BLOCK - 1)
+    return RunningSum(number, tuple(additions), tuple(_sum_waits(view, inputs, additions)))
+
+
+def _sum_waits(
+    view: GraphView, inputs: Sequence[int], additions: Sequence[Addition]
+) -> list[tuple[int, int]]:
+    """Each term's own maker (not a view of what it made) waits for the last addition before it."""
+    found, place = [], -1
+    for tensor in inputs:
+        maker = view.tensors[view.buffers[tensor]].node
+        while place + 1 < len(additions) and additions[place + 1].after < maker:
+            place += 1
+        if place >= 0 and view.nodes[maker].backward:
+            found.append((place, maker))
+    return found
+
+
+def ties(view: GraphView) -> list[int]:
+    """The backward nodes that hold several tensors until the last of them is there, and change
+    none.
+    """
+    return [n.id for n in view.nodes if n.backward and n.op == "IdentityN" and len(n.inputs) > 1]
+
+
+def past_ties(view: GraphView, tied: Collection[int]) -> dict[int, int]:
+    """For each output of a tie the tensor that it passes on."""
+    passed: dict[int, int] = {}
+    for number in sorted(tied):
+        node = view.nodes[number]
+        passed.update((o, passed.get(i, i)) for i, o in zip(node.inputs, node.outputs, strict=True))
+    return passed
+
+
+def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
+    """What regions wait for besides their gates.
+
+    Args:
+        view: the view.
+        firsts: for each region that is recomputed its first backward reader, ascending, each once.
+
+    Returns:
+        For each of `firsts` the nodes to wait for. All come before it in the view's order.
+    """
+    found, start = {}, 0
+    needs_forward = need_forward_values(view)
+    for first in firsts:
+        ends = side_ends(view, start, first)
+        found[first] = [node for node in ends if needs_forward[node]]
+        start = first
+    return found
+
+
+def side_ends(view: GraphView, start: int, end: int) -> list[int]:
+    """The backward nodes from `start` to before `end` that no backward node before `end` needs:
+    weight gradients, mostly.
+
+    What is recomputed at `end` waits for them, so that they are not put off while the tensors that
+    they read pile up.
+    """
+    ends = []
+    for node in view.nodes[start:end]:
+        if node.backward and view.kinds[node.id] is not Kind.SOURCE:
+            users = [c for t in node.outputs for c in view.consumers[t]]
+            if not any(user < end for user in users):
+                ends.append(node.id)
+    return ends
+
+
+def early_sources(view: GraphView) -> list[int]:
+    """Constants and reads of variables of the backward pass that may run before it: learning rates,
+    optimizer state.
+
+    TensorFlow's executor may leave them to the end, and all updates with them, while gradients pile
+    up. Reads of variables that something before them writes are left alone.
+    """
+    touched: set[int] = set()
+    found = []
+    for node in view.nodes:
+        handles = [t for t in node.inputs if view.tensors[t].dtype == "resource"]
+        if node.backward and node.op == "ReadVariableOp" and not node.control_inputs:
+            if (
+                view.nodes[view.tensors[handles[0]].node].op == "Placeholder"
+                and handles[0] not in touched
+            ):
+                found.append(node.id)
+        elif node.op != "ReadVariableOp":
+            touched.update(handles)
+    return found
+
+
+def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Pairs (a node, another that is to wait for it) that let activations and copies die early.
+
+    A weight gradient (it reads an activation) runs before the input gradient that reads the same
+    upstream gradient; were it the other way round, the activation would be held meanwhile. The
+    weight's update waits for that input gradient in turn, which still reads the weight: else the
+    weight would be copied. And the first weight gradient waits for what updates need, see
+    `early_sources`.
+
+    Args:
+        view: the view, in which a weight gradient comes before the input gradient.
+        passed: see `past_ties`.
+    """
+    ties_of: dict[int, list[int]] = {}
+    for output, source in passed.items():
+        ties_of.setdefault(source, []).append(output)
+    weight_gradients = [node for node in view.nodes if _is_weight_gradient(view, node)]
+    pairs = [(early, node.id) for node in weight_gradients[:1] for early in early_sources(view)]
+    for node in weight_gradients:
+        others = _input_gradients(view, node)
+        outputs = [t for made in node.outputs for t in (made, *ties_of.get(made, ()))]
+        users = sorted({c for t in outputs for c in view.consumers[t]})
+        for other in others:
+            pairs.append((node.id, other))
+            pairs += [
+                (other, user)
+                for user in users
+                if user > other and view.nodes[user].op != "IdentityN"
+            ]
+    return pairs
+
+
+def _is_weight_gradient(view: GraphView, node: Node) -> bool:
+    return (
+        node.backward
+        and view.kinds[node.id] is Kind.HEAVY
+        and any(holds_values(view, view.nodes[view.tensors[t].node]) for t in node.inputs)
+    )
+
+
+def _input_gradients(view: GraphView, node: Node) -> list[int]:
+    """Later heavy nodes that read the same upstream gradient, and no activation."""
+    gradients = [t for t in node.inputs if view.nodes[view.tensors[t].node].backward]
+    users = {view.nodes[user] for t in gradients for user in view.consumers[t]}
+    return sorted(
+        user.id
+        for user in users
+        if user.id > node.id
+        and view.kinds[user.id] is Kind.HEAVY
+        and not _is_weight_gradient(view, user)
+    )
