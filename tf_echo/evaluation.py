@@ -167,7 +167,7 @@ class _Rewiring:
         op: str | None = None,
     ) -> Node:
         outputs = [self.view.tensors[t] for t in node.outputs]
-        sizes = [(t.nbytes, t.dtype, t.scales, t.known) for t in outputs]
+        sizes = [t[3:] for t in outputs]
         self.originals.extend(node.outputs)
         self.regions.append(region)
         return self.builder.add(name, op or node.op, inputs, sizes, control, backward)
@@ -366,7 +366,7 @@ def _refine(
     """Drops what makes the peak by its own recomputation, then regions that the peak does not
     need.
     """
-    rounds = max(1, min(6, _SIMULATED_NODES // len(view.nodes)))
+    rounds = min(6, _SIMULATED_NODES // len(view.nodes))
     best = trial = first
     fruitless = 0
     for _ in range(rounds):

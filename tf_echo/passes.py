@@ -4,10 +4,12 @@ Trace, partition, solve, judge. Carrying the plan out is `rewriter.rewrite`.
 """
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -21,7 +23,7 @@ from tf_echo.tracing import Trace, trace_step
 
 _logger = logging.getLogger(__name__)
 
-_MERGED_NODES = 20_000
+_MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
 
 
@@ -79,10 +81,11 @@ def plan_step(
         The trace and the plan, not carried out yet.
     """
     start = time.perf_counter()
-    trace = trace_step(losses, gradients, batch_size)
-    plan = plan_view(
-        trace.view, cost_model, policy, trace.open_batch, batch_is_told=batch_size is not None
-    )
+    with paused_collector():
+        trace = trace_step(losses, gradients, batch_size)
+        plan = plan_view(
+            trace.view, cost_model, policy, trace.open_batch, batch_is_told=batch_size is not None
+        )
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx), planned "
@@ -97,6 +100,18 @@ def plan_step(
         f" {plan.note}" if plan.note else "",
     )
     return trace, plan
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Planning makes many small objects and no cycles; looking for cycles would take most of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _partitions(view: GraphView, policy: str) -> list[list[regions.Region]]:

@@ -91,6 +91,10 @@ class _Path:
         self.outside = {
             roots[t] for n in region.nodes for t in view.nodes[n].inputs if t not in produced
         }
+        self.root_readers: dict[int, list[int]] = {}
+        for n in region.nodes:
+            for root in {roots[t] for t in view.nodes[n].inputs}:
+                self.root_readers.setdefault(root, []).append(n)
         self.baseline = frozenset(roots[t] for t in self.wanted if not self.free[roots[t]])
         self.kept = self.baseline
         """Memory that the region keeps to the backward pass.
@@ -195,7 +199,11 @@ class _Path:
         return [roots[t] for t in inputs if tensors[t].node not in self.path]
 
     def _path_readers(self, root: int) -> list[int]:
-        return [n for n in sorted(self.path) if root in self._inputs_from_outside(n)]
+        return [
+            n
+            for n in self.root_readers.get(root, ())
+            if n in self.path and root in self._inputs_from_outside(n)
+        ]
 
     def _try_without(self, group: Sequence[int], cost: Callable[[int], float]) -> bool:
         """Takes a group off the path if that keeps no more bytes."""

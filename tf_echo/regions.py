@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from tf_echo import gating
-from tf_echo.graph_view import GraphView
+from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
 
+_SHAPE_BYTES = 256
 _LARGE_SHARE = 8
 """A tensor joins two regions if it is at least this part of the largest tensor in either."""
 
@@ -37,6 +38,7 @@ def partition(view: GraphView) -> list[Region]:
         not node.backward
         and gating.may_replay(view, node)
         and all(view.tensors[t].known for t in node.outputs)
+        and not _is_shape_arithmetic(view, node)
         for node in view.nodes
     ]
     levels = _levels(view, replayable)
@@ -63,6 +65,12 @@ def partition(view: GraphView) -> list[Region]:
     return [
         Region(i, tuple(m), common_scope(view, m), components[i]) for i, m in enumerate(ordered)
     ]
+
+
+def _is_shape_arithmetic(view: GraphView, node: Node) -> bool:
+    """Few integers: cheap to keep, and XLA must know them when it compiles."""
+    outputs = [view.tensors[t] for t in node.outputs]
+    return all(t.dtype in ("int32", "int64") and t.nbytes <= _SHAPE_BYTES for t in outputs)
 
 
 def merge(view: GraphView, regions: Sequence[Region]) -> list[Region]:

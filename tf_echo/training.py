@@ -104,7 +104,8 @@ class StepPlanner:
         if self._dry is not None:
             self._dry.append(plan)
             return
-        rewriter.rewrite(trace, plan)
+        with passes.paused_collector():
+            rewriter.rewrite(trace, plan)
         self.plans.append(plan)
 
     def _warn_once(self, message: str) -> None:

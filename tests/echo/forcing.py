@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import tensorflow as tf
 
-from tf_echo import evaluation, gating, planner, rewriter
+from tf_echo import evaluation, gating, planner, rewriter, scheduling
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline, simulate
@@ -20,9 +20,10 @@ not the peak is lower."""
 
 
 def force(monkeypatch: pytest.MonkeyPatch, planner_name: str) -> None:
-    """Makes policy "echo" one of `PLANNERS`."""
+    """Makes policy "echo" one of `PLANNERS`; the forced ones also build up small sums by terms."""
     if planner_name != "echo":
         monkeypatch.setattr(evaluation, "choose", _choose_all)
+        monkeypatch.setattr(scheduling, "_MIN_SUMMED_BYTES", 0)
     if planner_name == "everything":
         monkeypatch.setitem(planner.POLICIES, "echo", _recompute_everything)
 

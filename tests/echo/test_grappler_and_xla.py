@@ -95,12 +95,7 @@ def test_grappler_merges_copies_that_wait_for_nothing(optimized_graphs, monkeypa
         ("self_attention", "echo", "fixed"),
         ("custom_gradients", "echo", "open"),
         ("lstm_in_a_loop", "echo", "open"),
-        pytest.param(
-            "layer_normalization",
-            "everything",
-            "open",
-            marks=pytest.mark.xfail(reason="shapes that are recomputed are no constants for XLA"),
-        ),
+        ("layer_normalization", "everything", "open"),
     ],
 )
 def test_xla_trains_the_same(name, planner, batch, monkeypatch):
