@@ -112,10 +112,11 @@ class _Rewiring:
             if node.id in self.places or node.id in self.removed:
                 continue
             for decision, nodes in self.due.get(node.id, ()):
-                self._add_region(decision, nodes, [self.places[n] for n in self.waits[node.id]])
+                waits = [self.places[n] for n in self.waits[node.id] if n in self.places]
+                self._add_region(decision, nodes, waits)
             inputs = [self._source(node, t) for t in node.inputs]
-            waits = (*node.control_inputs, *self.after.get(node.id, ()))
-            control = [self._place(c) for c in waits if c not in self.removed]
+            before = (*node.control_inputs, *self.after.get(node.id, ()))
+            control = [self._place(c) for c in before if c not in self.removed]
             control += [self._sum_node(*which) for which in self.sum_waits.get(node.id, ())]
             added = self._add(node, node.name, inputs, control, node.backward, -1)
             self.places[node.id] = added.id
@@ -149,6 +150,7 @@ class _Rewiring:
         values.append(added.outputs[0])
         if number + 1 == len(total.additions):
             self.renamed[node.outputs[0]] = added.outputs[0]
+            self.places[node.id] = added.id
 
     def _source(self, node: Node, tensor: int) -> int:
         tensor = self.passed.get(tensor, tensor)

@@ -37,22 +37,28 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     _check_ops(trace, plan.sums, "AddN")
     if not plan.recomputed and not plan.untied and not plan.sums:
         return
+    passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
+    totals: dict[int, tf.Tensor] = {}
+    for name in plan.sums:
+        node = trace.view.node(name)
+        totals[node.id] = _sum_up(trace, node)
+        _read_instead(trace.tensor(node.outputs[0]), totals[node.id])
     firsts = {d.region: min(_readers(trace, d), default=None) for d in plan.recomputed}
     waits = scheduling.waits(trace.view, sorted({f for f in firsts.values() if f is not None}))
     for decision in plan.recomputed:
         start = firsts[decision.region]
         if start is not None:
-            _Region(trace, decision, [trace.operations[n] for n in waits[start]]).rewrite()
-    passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
+            ready = [
+                totals[n].op if n in totals else trace.operations[n]
+                for n in waits[start]
+                if trace.view.nodes[n].name not in plan.untied
+            ]
+            _Region(trace, decision, ready).rewrite()
     for first, second in scheduling.put_offs(trace.view, passed):
         tf_internals.wait_for(trace.operations[second], trace.operations[first])
-    totals = {}
-    for name in plan.sums:
-        node = trace.view.node(name)
-        totals[node.outputs[0]] = _sum_up(trace, node)
-        _read_instead(trace.tensor(node.outputs[0]), totals[node.outputs[0]])
     for tensor, source in passed.items():
-        _read_instead(trace.tensor(tensor), totals.get(source, trace.tensor(source)))
+        total = totals.get(trace.view.tensors[source].node)
+        _read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
 
 
 def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:
