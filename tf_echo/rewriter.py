@@ -38,11 +38,17 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     if not plan.recomputed and not plan.untied and not plan.sums:
         return
     passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
-    totals: dict[int, tf.Tensor] = {}
-    for name in plan.sums:
-        node = trace.view.node(name)
-        totals[node.id] = _sum_up(trace, node)
-        _read_instead(trace.tensor(node.outputs[0]), totals[node.id])
+    totals = _replace_sums(trace, plan.sums)
+    _recompute(trace, plan, totals)
+    for first, second in scheduling.put_offs(trace.view, passed):
+        tf_internals.wait_for(trace.operations[second], trace.operations[first])
+    for tensor, source in passed.items():
+        total = totals.get(trace.view.tensors[source].node)
+        _read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
+
+
+def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) -> None:
+    """Rewrites all regions; they wait for sums that were replaced rather than for the AddN."""
     firsts = {d.region: min(_readers(trace, d), default=None) for d in plan.recomputed}
     waits = scheduling.waits(trace.view, sorted({f for f in firsts.values() if f is not None}))
     for decision in plan.recomputed:
@@ -54,11 +60,16 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
                 if trace.view.nodes[n].name not in plan.untied
             ]
             _Region(trace, decision, ready).rewrite()
-    for first, second in scheduling.put_offs(trace.view, passed):
-        tf_internals.wait_for(trace.operations[second], trace.operations[first])
-    for tensor, source in passed.items():
-        total = totals.get(trace.view.tensors[source].node)
-        _read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
+
+
+def _replace_sums(trace: Trace, names: Sequence[str]) -> dict[int, tf.Tensor]:
+    """Lets the readers of AddN ops read running sums, which it returns by the AddN's node."""
+    totals: dict[int, tf.Tensor] = {}
+    for name in names:
+        node = trace.view.node(name)
+        totals[node.id] = _sum_up(trace, node)
+        _read_instead(trace.tensor(node.outputs[0]), totals[node.id])
+    return totals
 
 
 def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:

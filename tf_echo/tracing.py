@@ -66,6 +66,8 @@ def trace_step(
     roots += [op for op in graph.get_operations() if not op.outputs or op.op_def.is_stateful]
     needed = _ancestors(roots)
     ordered = _in_order([op for op in graph.get_operations() if op in needed])
+    early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
+    forward |= _forward_only(early, forward, _ancestors([g.op for g in gradients]))
     backward = _weight_gradients_first([op for op in ordered if op not in forward], forward)
     ordered = [op for op in ordered if op in forward] + backward
     return _build(graph, ordered, forward, losses[-1], batch_size or NOMINAL_BATCH_SIZE)
@@ -86,6 +88,24 @@ def _ancestors(roots: Iterable[tf.Operation]) -> set[tf.Operation]:
                 seen.add(source)
                 waiting.append(source)
     return seen
+
+
+def _forward_only(
+    operations: Sequence[tf.Operation],
+    forward: set[tf.Operation],
+    behind_gradients: set[tf.Operation],
+) -> set[tf.Operation]:
+    """What the forward pass makes besides the loss and what gradients need: moving averages, say.
+
+    They read forward values when these are made, and hold nothing for the backward pass.
+    """
+    found: set[tf.Operation] = set()
+    for operation in operations:
+        if operation not in forward and operation not in behind_gradients:
+            sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
+            if all(source in forward or source in found for source in sources):
+                found.add(operation)
+    return found
 
 
 def _in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
