@@ -323,35 +323,10 @@ def _try(
 
 def peak_memory(view: GraphView, timeline: Timeline) -> PeakMemory:
     """What the peak of a timeline is made of."""
-    residuals = sum(
-        timeline.sizes[t] for t in timeline.live_at(timeline.peak_step) if waits(view, t)
-    )
+    live = timeline.live_at(timeline.peak_step)
+    residuals = sum(timeline.sizes[t] for t in live if t in view.residual_buffers)
     total = timeline.peak_bytes
     return PeakMemory(total, view.weight_bytes, residuals, total - view.weight_bytes - residuals)
-
-
-def waits(view: GraphView, tensor: int) -> bool:
-    """Whether a tensor's memory is a residual.
-
-    Made by the forward pass and read by the backward pass.
-    """
-    if view.nodes[view.tensors[tensor].node].backward:
-        return False
-    return tensor in _residual_buffers(view)
-
-
-def _residual_buffers(view: GraphView) -> frozenset[int]:
-    cached = view.__dict__.get("_residual_buffers")
-    if cached is None:
-        cached = frozenset(
-            view.buffers[t]
-            for node in view.nodes
-            if node.backward
-            for t in node.inputs
-            if not view.nodes[view.tensors[t].node].backward
-        )
-        view.__dict__["_residual_buffers"] = cached
-    return cached
 
 
 def _drop(decision: RegionDecision, reason: str) -> RegionDecision:

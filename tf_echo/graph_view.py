@@ -107,6 +107,17 @@ class GraphView:
         return tuple(roots)
 
     @functools.cached_property
+    def residual_buffers(self) -> frozenset[int]:
+        """Memory that the forward pass makes and the backward pass reads, as in `buffers`."""
+        return frozenset(
+            self.buffers[tensor]
+            for node in self.nodes
+            if node.backward
+            for tensor in node.inputs
+            if not self.nodes[self.tensors[self.buffers[tensor]].node].backward
+        )
+
+    @functools.cached_property
     def by_name(self) -> dict[str, int]:
         """Node ids by node name."""
         return {node.name: node.id for node in self.nodes}
