@@ -33,8 +33,7 @@ def static_shape(tensor: tf.Tensor) -> Shape | None:
 
 
 class NominalShapes:
-    """Shapes under a nominal batch size; `shape(tensor)` answers for any tensor whose producers
-    were asked first.
+    """Shapes under a nominal batch size, worked out one operation after the other by `add`.
 
     Args:
         batch_size: taken for the first dimension of an input wherever it is open.
