@@ -84,13 +84,16 @@ def train(workload: object, policy: str, optimizer: str = "sgd", told_batch: boo
             super().__init__()
             self.peaks: list[int] = []
             self.times: list[float] = []
+            self.first_end = 0.0
 
         def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
             tf.config.experimental.reset_memory_stats(device)
             self.start = time.perf_counter()
 
         def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-            self.times.append(time.perf_counter() - self.start)
+            self.end = time.perf_counter()
+            self.first_end = self.end if not self.times else self.first_end
+            self.times.append(self.end - self.start)
             self.peaks.append(tf.config.experimental.get_memory_info(device)["peak"])
 
     device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
@@ -105,7 +108,7 @@ def train(workload: object, policy: str, optimizer: str = "sgd", told_batch: boo
     meter = Meter()
     start = time.perf_counter()
     history = model.fit(data, steps_per_epoch=workload.steps, verbose=0, callbacks=[meter])
-    first = time.perf_counter() - start - sum(meter.times[1:])
+    first = meter.first_end - start
     peaks, times = meter.peaks[_WARM_UP:] or meter.peaks, meter.times[_WARM_UP:] or meter.times
     median = statistics.median(peaks)
     plan = getattr(chosen, "plan", None)
