@@ -288,11 +288,12 @@ def choose(
     dropped = [_drop(d, "the predicted peak would not be lower") for d in decisions]
 
     def lower(trial: _Trial) -> bool:
-        if small is not None and small != scale:
-            base = timeline if small == 1.0 else simulate(view, small)
-            if simulate(trial.rewired.view, small).peak_bytes > base.peak_bytes:
-                return False
-        return trial.peak_bytes < baseline.peak_bytes
+        if trial.peak_bytes >= baseline.peak_bytes:
+            return False
+        if small is None or small == scale:
+            return True
+        base = timeline if small == 1.0 else simulate(view, small)
+        return simulate(trial.rewired.view, small).peak_bytes <= base.peak_bytes
 
     if any(d.recompute for d in decisions):
         first = _try(view, _drop_trivial(decisions), schedule, scale)
