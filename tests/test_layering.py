@@ -27,10 +27,32 @@ ECHO_LAYERS = (
     ("explain",),
     ("__init__",),
 )
+SCRATCHPIPE_LAYERS = (
+    ("plan",),
+    ("codes", "errors", "executor", "hit_map", "hold_window", "host_table"),
+    ("replacement", "row_sampler"),
+    ("planner",),
+    ("invariants", "stats"),
+    ("keras_internals", "storage", "pooling", "row_optimizers", "table_variable"),
+    ("initial_rows", "table"),
+    ("slot_group",),
+    ("lookup",),
+    ("pinned", "counting"),
+    ("engine",),
+    ("embedding",),
+    ("features", "pipeline"),
+    ("lookahead",),
+    ("__init__",),
+)
+LAYERS = {"tf_echo": ECHO_LAYERS, "tf_scratchpipe": SCRATCHPIPE_LAYERS}
 WITHOUT_TENSORFLOW = {
     "tf_echo": """
         graph_view op_traits regions memory_model cost_model planner plan evaluation gating
         scheduling report
+    """.split(),
+    "tf_scratchpipe": """
+        plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
+        invariants stats
     """.split(),
 }
 
@@ -63,14 +85,18 @@ def _imports_package(path: pathlib.Path, *packages: str) -> set[str]:
     return {name for name in _imports(path) if name.partition(".")[0] in packages}
 
 
-def test_every_module_has_a_layer():
-    assert sorted(name for layer in ECHO_LAYERS for name in layer) == sorted(_modules("tf_echo"))
+@pytest.mark.parametrize("package", LAYERS)
+def test_every_module_has_a_layer(package):
+    layered = sorted(name for layer in LAYERS[package] for name in layer)
+    assert layered == sorted(_modules(package))
 
 
-@pytest.mark.parametrize("module", _modules("tf_echo"))
-def test_imports_come_from_earlier_layers(module):
-    level = {name: number for number, layer in enumerate(ECHO_LAYERS) for name in layer}
-    imported = _own_imports("tf_echo", ROOT / "tf_echo" / f"{module}.py")
+@pytest.mark.parametrize(
+    ("package", "module"), [(package, name) for package in LAYERS for name in _modules(package)]
+)
+def test_imports_come_from_earlier_layers(package, module):
+    level = {name: number for number, layer in enumerate(LAYERS[package]) for name in layer}
+    imported = _own_imports(package, ROOT / package / f"{module}.py")
     assert {name for name in imported if level[name] > level[module]} == set()
 
 

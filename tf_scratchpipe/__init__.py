@@ -1,13 +1,39 @@
 """Embedding tables larger than the GPU, trained as fast as if they fitted.
 
-This package will hold a Keras embedding layer whose table lives in host memory or in a
-memory-mapped file, and whose rows are cached on the GPU. The input pipeline looks a few batches
-ahead and fetches the rows that a batch needs before its step begins, so every training lookup
-finds its row on the GPU and training gives exactly the result of an uncached table. The method is
-that of ScratchPipe (Kwon and Rhu, "Training Personalized Recommendation Systems from (GPU)
-Scratch", ISCA 2022).
+A Keras embedding layer whose table lives in host memory and whose rows are cached on the device.
+The input pipeline looks a few batches ahead and brings the rows that a batch needs before its step
+begins, so every training lookup finds its row on the device, and training gives exactly the result
+of an uncached table. The method is that of ScratchPipe (Kwon and Rhu, "Training Personalized
+Recommendation Systems from (GPU) Scratch", ISCA 2022).
 
-Known gap: none of it is implemented in this version; the package has no public names yet.
+```python
+items = tf_scratchpipe.ScratchPipeEmbedding(10_000_000, 64, num_slots=200_000, name="items")
+...                                                      # any Keras model
+train = train.apply(tf_scratchpipe.lookahead(model))     # last, but for `prefetch`
+model.fit(train, validation_data=plain_validation_data)
+```
 """
 
-__all__: list[str] = []
+from tf_scratchpipe.counting import count_ids
+from tf_scratchpipe.embedding import ScratchPipeEmbedding
+from tf_scratchpipe.errors import (
+    AbandonedError,
+    BadIdError,
+    StallError,
+    TooFewSlotsError,
+)
+from tf_scratchpipe.invariants import HazardError
+from tf_scratchpipe.lookahead import lookahead
+from tf_scratchpipe.stats import CacheStats
+
+__all__ = [
+    "AbandonedError",
+    "BadIdError",
+    "CacheStats",
+    "HazardError",
+    "ScratchPipeEmbedding",
+    "StallError",
+    "TooFewSlotsError",
+    "count_ids",
+    "lookahead",
+]

@@ -1,0 +1,36 @@
+"""Which ids a dataset looks up most."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_scratchpipe.plan import Ints
+
+
+def count_ids(dataset: tf.data.Dataset, feature: Any = (), most: int | None = None) -> Ints:
+    """Count the ids of a feature in one pass over a dataset.
+
+    For `hot_ids` of a `ScratchPipeEmbedding` in mode `"static"`. Count on other data than those on
+    which the mode is judged.
+
+    Args:
+        dataset: Elements are `x`, `(x, y)` or `(x, y, sample_weight)`.
+        feature: Key of the feature in `x`, or a tuple of keys.
+        most: Number of ids to return. None for all.
+
+    Returns:
+        Array of distinct ids, the most frequent first; equally frequent ones by their number.
+    """
+    path = feature if isinstance(feature, tuple) else (feature,)
+    ids, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for element in dataset:
+        part = element[0] if isinstance(element, tuple) else element
+        for key in path:
+            part = part[key]
+        values = part.flat_values if isinstance(part, tf.RaggedTensor) else part
+        values = values.values if isinstance(values, tf.SparseTensor) else values
+        more_ids, more_counts = np.unique(values.numpy(), return_counts=True)
+        ids, place = np.unique(np.concatenate([ids, more_ids]), return_inverse=True)
+        counts = np.bincount(place, weights=np.concatenate([counts, more_counts]))
+    return ids[np.argsort(-counts, kind="stable")][:most].astype(np.int64)

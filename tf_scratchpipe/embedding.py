@@ -1,0 +1,424 @@
+"""The layer."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tf_scratchpipe import keras_internals, pooling
+from tf_scratchpipe.codes import HIGHEST, LOWEST
+from tf_scratchpipe.engine import MODES, Engine, Mode
+from tf_scratchpipe.errors import check_ids
+from tf_scratchpipe.initial_rows import host_table
+from tf_scratchpipe.plan import Ints, Rows
+from tf_scratchpipe.replacement import POLICIES
+from tf_scratchpipe.row_optimizers import SHARED_SETTINGS, refuse_settings, row_optimizer
+from tf_scratchpipe.slot_group import SlotSettings
+from tf_scratchpipe.stats import CacheStats
+from tf_scratchpipe.table_variable import TableVariable
+
+
+@keras.saving.register_keras_serializable("tf_scratchpipe")
+class ScratchPipeEmbedding(keras.layers.Layer):
+    """Looks rows of a table up that may be larger than the device's memory.
+
+    Use it as `keras.layers.Embedding`, and give the training data to it ahead of time:
+
+    ```python
+    items = tf_scratchpipe.ScratchPipeEmbedding(10_000_000, 64, num_slots=200_000, name="items")
+    ...                                                     # any Keras model
+    train = train.apply(tf_scratchpipe.lookahead(model))    # last, but for `prefetch`
+    model.fit(train, validation_data=plain_validation_data)
+    ```
+
+    The table stays in host memory. On the device there are `num_slots` slots; while a batch is
+    trained, the rows that the next batches need are brought into slots, and rows that are not
+    needed go back (*ScratchPipe*, ISCA 2022). Every lookup of a training step finds its row in a
+    slot, and the result is that of training the whole table on the device.
+
+    Rows are trained by a row optimizer of their own inside `optimizer.apply`: the gradients of
+    equal ids in a batch are added up, and each row that the batch looks up takes one step. With
+    momentum and with Adam the other rows rest (the *lazy* variant of these optimizers).
+
+    Without `lookahead`, and for `evaluate`, `predict` and `validation_data`, pass plain ids. They
+    are right at any time; training on them brings each batch's rows in when the step waits for
+    them.
+
+    Args:
+        input_dim: Number of rows. Ids are whole numbers from 0 to `input_dim - 1`.
+        output_dim: Values in a row.
+        num_slots: Rows that the device holds at a time. None: as many as the first batches need,
+            and more when later ones need more. In mode `"static"`: the number of hot rows.
+        combiner: None returns a row for each id. `"sum"`, `"mean"` and `"sqrtn"` (the sum
+            over the root of the sum of squared weights) pool the rows over the last dimension.
+        optimizer: The row optimizer, a Keras optimizer or its name: SGD with or without momentum
+            and Nesterov's, Adagrad, or Adam. None: the class, settings and live learning rate of
+            the optimizer that the model is compiled with.
+        embeddings_initializer: Draws the rows.
+        initialize_by_row: False draws the whole table when a row is first needed, with the values
+            that the initializer would give to any weight of this shape. True draws each row by
+            itself when it is first needed: same distribution, other values, no need for the whole
+            table in memory. None draws by row where the table has more than 2**28 values.
+        mode: `"pipelined"` as described. For comparison: `"synchronous"` moves the rows of a batch
+            when its step asks for them (the paper's straw-man), `"static"` has the `hot_ids` on the
+            device for good and trains the others on the host, `"host"` trains all on the host.
+        replacement: Whose slot is taken: `"lru"`, `"lfu"` or `"random"`.
+        mask_zero: Whether id 0 is a padding. Then the layer has a mask, and pooling leaves zeros
+            out.
+        oov_id: The row for ids that are out of range. None: such ids are an error.
+        hot_ids: For mode `"static"`, the ids of the hot rows, the hottest first. See
+            `tf_scratchpipe.count_ids`.
+        storage_device: Where the slots are. None: on the first GPU, or on the CPU if there is none.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: Ids, integers of any shape; ragged, or, with a combiner, sparse of shape (batch, n).
+            Whole floats are accepted as in `keras.layers.Embedding`, but not from `lookahead`.
+        weights: With a combiner, one weight for each id, in the structure of the ids.
+
+    Returns:
+        Rows, of the shape of the ids and `output_dim`; with a combiner, without the ids' last
+        dimension.
+
+    Raises:
+        ValueError: For arguments and settings that do not go together. Wrong ids raise
+            `tf_scratchpipe.BadIdError`, which from inside a graph becomes
+            `tf.errors.InvalidArgumentError` with the same text.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        num_slots: int | None = None,
+        combiner: str | None = None,
+        optimizer: keras.optimizers.Optimizer | str | dict[str, Any] | None = None,
+        embeddings_initializer: Any = "uniform",
+        mode: Mode = "pipelined",
+        replacement: str = "lru",
+        mask_zero: bool = False,
+        oov_id: int | None = None,
+        name: str | None = None,
+        *,
+        initialize_by_row: bool | None = None,
+        hot_ids: npt.ArrayLike | None = None,
+        storage_device: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for refused in ("embeddings_regularizer", "embeddings_constraint", "lora_rank"):
+            if kwargs.pop(refused, None) is not None:
+                raise ValueError(
+                    f"ScratchPipeEmbedding does not support `{refused}`: it would read or write "
+                    "the whole table in each step. Leave it out."
+                )
+        kwargs.pop("input_length", None)
+        super().__init__(name=name, autocast=False, **kwargs)
+        self.input_dim = _positive("input_dim", input_dim)
+        self.output_dim = _positive("output_dim", output_dim)
+        self.num_slots = None if num_slots is None else _positive("num_slots", num_slots)
+        self.combiner = _one_of("combiner", combiner, (None, *pooling.COMBINERS))
+        self.mode = _one_of("mode", mode, MODES)
+        self.replacement = _one_of("replacement", replacement, tuple(POLICIES))
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        self.initialize_by_row = initialize_by_row
+        self.mask_zero = bool(mask_zero)
+        self.oov_id = self._row("oov_id", oov_id)
+        self.storage_device = storage_device
+        self.supports_masking = self.mask_zero
+        # The rows move by a rule of ours, planned on the host, which XLA cannot compile.
+        self.supports_jit = False
+        self._row_optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
+        if self._row_optimizer is not None:
+            row_optimizer(self._row_optimizer)  # Refuses what it does not know.
+        self.hot_ids = self._checked_hot_ids(hot_ids)
+        self._warned = False
+
+    # ---- building -----------------------------------------------------------------------------
+
+    def build(self, input_shape: Any = None) -> None:
+        """Create the table. No row is drawn before it is needed."""
+        if tf.distribute.has_strategy():
+            raise ValueError(
+                "ScratchPipeEmbedding cannot be built under a tf.distribute strategy. Received: "
+                f"{type(tf.distribute.get_strategy()).__name__}. Build and train the model without "
+                "`strategy.scope()`."
+            )
+        if self.compute_dtype == "float16":
+            raise ValueError(
+                f"Layer '{self.name}' cannot train under dtype policy '{self.dtype_policy.name}' "
+                "yet: a step that overflows would be skipped after its rows have moved. Use "
+                "'mixed_bfloat16' or 'float32'."
+            )
+        rows = host_table(
+            self.input_dim,
+            self.output_dim,
+            self.variable_dtype,
+            self.embeddings_initializer,
+            self.initialize_by_row,
+        )
+        self._engine = Engine(
+            self.name,
+            rows,
+            self.mode,
+            SlotSettings(self.input_dim, self.num_slots, self.replacement, self.mask_zero),
+            oov_id=self.oov_id,
+            hot_ids=self.hot_ids,
+            device=self.storage_device,
+            on_plain=self._on_plain,
+        )
+        self.embeddings = TableVariable(
+            (self.input_dim, self.output_dim),
+            self.variable_dtype,
+            "embeddings",
+            self.trainable,
+            read=self._engine.get,
+            write=self._engine.set,
+            update=self._update,
+        )
+        if self._row_optimizer is not None:
+            self._engine.bind(self._row_optimizer, counts=False)
+        self.built = True
+
+    @property
+    def engine(self) -> Engine:
+        """The table behind the layer, built if nobody has called the layer yet."""
+        if not self.built:
+            self.build()
+        return self._engine
+
+    # ---- calling ------------------------------------------------------------------------------
+
+    def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
+        """Look rows up."""
+        flat = pooling.flatten(_as_tensor(inputs))
+        if weights is not None and self.combiner is None:
+            raise ValueError(
+                "`weights` need a combiner. Received: combiner=None. Pass combiner='sum', 'mean' "
+                "or 'sqrtn'."
+            )
+        rows = tf.cast(self._rows(flat.ids, bool(training)), self.compute_dtype)
+        if self.combiner is None:
+            return flat.restore(rows)
+        factors = None
+        if weights is not None:
+            weights = _as_tensor(weights)
+            factors = tf.cast(pooling.flat_weights(weights, _as_tensor(inputs)), rows.dtype)
+        if self.mask_zero:
+            kept = tf.cast(self._unmasked(flat.ids), rows.dtype)
+            factors = kept if factors is None else kept * factors
+        return flat.pool(rows, factors, self.combiner)
+
+    def _rows(self, ids: tf.Tensor, training: bool) -> tf.Tensor:
+        if not (training and self.trainable):
+            return self._engine.lookup.read(ids, frozen=training)
+        index = self._engine.lookup.index(ids)
+
+        @tf.custom_gradient
+        def trained(trap: tf.Tensor, index: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tuple[tf.IndexedSlices, None]:
+                # No dense shape: nothing may make this a gradient of the whole table.
+                return tf.IndexedSlices(upstream, index), None
+
+            return self._engine.lookup.gather(index), gradient
+
+        return trained(tf.identity(self.embeddings.value), index)
+
+    def _unmasked(self, ids: tf.Tensor) -> tf.Tensor:
+        """Mask over ids, plain or planned: not 0."""
+        if ids.dtype not in (tf.int32, tf.int64):
+            return tf.not_equal(ids, 0)
+        codec = self._engine.settings.codec
+        zero_bit = tf.bitwise.right_shift(tf.cast(ids, tf.int64) - LOWEST, codec.slot_bits) & 1
+        return tf.where(ids < HIGHEST, zero_bit == 0, ids != 0)
+
+    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+        """Where the ids are not 0, with `mask_zero=True` and no combiner."""
+        if not self.mask_zero or self.combiner is not None:
+            return None
+        if isinstance(inputs, tf.RaggedTensor):
+            return None
+        return self._unmasked(tf.convert_to_tensor(inputs))
+
+    def compute_output_spec(
+        self, inputs: Any, weights: Any = None, training: bool | None = None
+    ) -> keras.KerasTensor:
+        """Shape and dtype of the rows."""
+        shape = self.compute_output_shape(inputs.shape)
+        ragged = getattr(inputs, "ragged", False) and (
+            self.combiner is None or len(inputs.shape) > 2
+        )
+        return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=ragged)
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
+        """Shape of the rows for ids of this shape."""
+        if self.combiner is not None and len(input_shape) < 2:
+            raise ValueError(
+                "With a combiner, ids need a last dimension to pool over. Received: "
+                f"combiner='{self.combiner}', inputs.shape={tuple(input_shape)}"
+            )
+        kept = input_shape if self.combiner is None else input_shape[:-1]
+        return (*kept, self.output_dim)
+
+    # ---- training -----------------------------------------------------------------------------
+
+    def _update(self, gradients: tf.IndexedSlices) -> None:
+        """Called by the optimizer in the place of overwriting the weight."""
+        optimizers = keras_internals.applying_optimizers()
+        for optimizer in optimizers:
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                raise ValueError(
+                    f"Layer '{self.name}' cannot be trained under a LossScaleOptimizer. Use dtype "
+                    "policy 'mixed_bfloat16' or 'float32', without loss scaling."
+                )
+            refuse_settings(optimizer, SHARED_SETTINGS)
+        if optimizers:
+            self.follow(optimizers[0])
+        self.require_optimizer()
+        indices = tf.cast(gradients.indices, tf.int64)
+        self._engine.lookup.update(indices, gradients.values)
+
+    def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Train the rows as this optimizer of the model does, unless they have their own.
+
+        Args:
+            optimizer: The optimizer, which may wrap another as its `inner_optimizer`.
+        """
+        if self._row_optimizer is None:
+            self.engine.follow(optimizer)
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The optimizer that moves the rows, once it is known."""
+        return self._row_optimizer or (self._engine.optimizer if self.built else None)
+
+    def require_optimizer(self) -> None:
+        """Raise `ValueError` if it is not known how the rows are trained."""
+        if self.optimizer is None:
+            raise ValueError(
+                f"Layer '{self.name}' does not know its row optimizer. Received: optimizer=None, "
+                'and no compiled model to take it from. Pass `optimizer="adagrad"` or the like to '
+                "the layer, or use `lookahead(model)` with the compiled model."
+            )
+
+    def _on_plain(self) -> None:
+        if self.mode == "pipelined" and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Layer '{self.name}' is trained on plain ids: each step waits for its rows to be "
+                "brought to the device. Pass the training data through "
+                "`dataset.apply(tf_scratchpipe.lookahead(model))` to have them there before, or "
+                "mode='synchronous' if this is what you want.",
+                stacklevel=2,
+            )
+
+    # ---- the table ----------------------------------------------------------------------------
+
+    def get_table(self) -> Rows:
+        """A copy of the whole table, array of shape (input_dim, output_dim), as trained so far."""
+        return self.engine.get()
+
+    def set_table(self, values: npt.ArrayLike) -> None:
+        """Overwrite the whole table. Optimizer slots stay.
+
+        Args:
+            values: Array of shape (input_dim, output_dim).
+
+        Raises:
+            ValueError: It has another shape.
+        """
+        self.engine.set(values)
+
+    def flush(self) -> None:
+        """Write every cached row back to host memory. Nothing needs it before reading the table."""
+        self.engine.flush()
+
+    def stats(self) -> CacheStats:
+        """What the cache has done so far. Print it."""
+        return self.engine.stats()
+
+    # ---- saving -------------------------------------------------------------------------------
+
+    def count_params(self) -> int:
+        """Values in the table."""
+        return self.input_dim * self.output_dim
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the table as it is trained, and its optimizer slots."""
+        if self.built:
+            for key, values in self._engine.state().items():
+                store[key] = values
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load a saved table and its optimizer slots, or the weight of a Keras embedding."""
+        state = {key: store[key][()] for key in store}
+        if "table" not in state and "0" in state:
+            state["table"] = state["0"]
+        self.engine.load_state(state)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments."""
+        config = super().get_config()
+        own = self._row_optimizer
+        config.update(
+            input_dim=self.input_dim,
+            output_dim=self.output_dim,
+            num_slots=self.num_slots,
+            combiner=self.combiner,
+            optimizer=None if own is None else keras.optimizers.serialize(own),
+            embeddings_initializer=keras.initializers.serialize(self.embeddings_initializer),
+            mode=self.mode,
+            replacement=self.replacement,
+            mask_zero=self.mask_zero,
+            oov_id=self.oov_id,
+            initialize_by_row=self.initialize_by_row,
+            hot_ids=None if self.hot_ids is None else self.hot_ids.tolist(),
+            storage_device=self.storage_device,
+        )
+        return dict(config)
+
+    # ---- checks -------------------------------------------------------------------------------
+
+    def _row(self, name: str, value: int | None) -> int | None:
+        if value is not None and not 0 <= value < self.input_dim:
+            raise ValueError(
+                f"`{name}` must be a row number from 0 to input_dim - 1. Received: {name}={value}, "
+                f"input_dim={self.input_dim}"
+            )
+        return value
+
+    def _checked_hot_ids(self, hot_ids: npt.ArrayLike | None) -> Ints | None:
+        if (hot_ids is not None) != (self.mode == "static"):
+            raise ValueError(
+                "Mode 'static' needs `hot_ids`, and no other mode does. Received: "
+                f"mode='{self.mode}', hot_ids={'None' if hot_ids is None else 'given'}. "
+                "`tf_scratchpipe.count_ids(dataset, feature)` finds them."
+            )
+        if hot_ids is None:
+            return None
+        ids = np.asarray(hot_ids)[: self.num_slots]
+        check_ids(ids, self.input_dim, self.name, "hot_ids", None)
+        if np.unique(ids).size != ids.size:
+            raise ValueError("`hot_ids` must name each id once.")
+        return ids.astype(np.int64)
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value <= 0:
+        raise ValueError(f"`{name}` must be a positive integer. Received: {name}={value}")
+    return int(value)
+
+
+def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> Any:
+    if value not in known:
+        names = ", ".join(repr(option) for option in known)
+        raise ValueError(f"`{name}` must be one of {names}. Received: {name}={value!r}")
+    return value
+
+
+def _as_tensor(inputs: Any) -> Any:
+    if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
+        return inputs
+    return tf.convert_to_tensor(inputs)

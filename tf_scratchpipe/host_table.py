@@ -1,0 +1,94 @@
+"""Rows in host memory."""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from tf_scratchpipe.plan import Ints, Rows
+
+
+class HostTable:
+    """A table of rows, drawn at once or row by row when first needed.
+
+    Args:
+        rows: Number of rows.
+        dim: Values in a row.
+        dtype: Their dtype.
+        draw_all: Gives the whole table. It is called when a row is first needed.
+        draw: Gives the rows with these ids instead. Rows that nobody needs take no memory until
+            somebody asks for all of them.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        dtype: str = "float32",
+        *,
+        draw_all: Callable[[], Rows] | None = None,
+        draw: Callable[[Ints], Rows] | None = None,
+    ) -> None:
+        self.shape = (rows, dim)
+        self.dtype = np.dtype(dtype)
+        self._draw_all = draw_all
+        self._draw = draw
+        self._values: Rows | None = None
+        self._undrawn: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def filled(cls, rows: int, dim: int, value: float, dtype: str = "float32") -> "HostTable":
+        """A table with the same value everywhere."""
+        if not value:  # Zeroed memory is not taken until it is written to.
+            return cls(rows, dim, dtype, draw_all=lambda: np.zeros((rows, dim), dtype))
+        return cls(rows, dim, dtype, draw_all=lambda: np.full((rows, dim), value, dtype))
+
+    def gather(self, ids: Ints, out: Rows | None = None) -> Rows:
+        """Rows `ids` in that order, in `out` if it is given."""
+        values = self._drawn(ids)
+        # With "clip" numpy needs no buffer of its own; ids are known to be right.
+        return np.take(values, ids, axis=0, out=out, mode="clip")
+
+    def scatter(self, ids: Ints, rows: Rows) -> None:
+        """Overwrite the rows `ids`, each named once."""
+        values = self._storage()
+        values[ids] = rows
+        if self._undrawn is not None:
+            self._undrawn[ids] = False
+
+    def whole(self) -> Rows:
+        """All rows, not a copy."""
+        return self._drawn(np.arange(self.shape[0])) if self._lazy else self._storage()
+
+    def assign(self, rows: Rows) -> None:
+        """Overwrite all rows."""
+        self._values = np.array(rows, self.dtype)
+        self._undrawn = None
+        self._draw = None
+
+    def release(self) -> None:
+        """Free the memory; whoever does has the rows, and will `assign` them."""
+        self._values = None
+        self._undrawn = None
+
+    @property
+    def _lazy(self) -> bool:
+        return self._draw is not None
+
+    def _storage(self) -> Rows:
+        if self._values is None:
+            if self._lazy:
+                self._values = np.zeros(self.shape, self.dtype)
+                self._undrawn = np.ones(self.shape[0], bool)
+            else:
+                assert self._draw_all is not None
+                self._values = np.array(self._draw_all(), self.dtype)
+        return self._values
+
+    def _drawn(self, ids: Ints) -> Rows:
+        values = self._storage()
+        if self._undrawn is not None and self._draw is not None:
+            new = ids[self._undrawn[ids]]
+            values[new] = self._draw(new)
+            self._undrawn[new] = False
+        return values

@@ -1,0 +1,167 @@
+"""Modes `"host"` and `"static"`: the systems that the paper compares with (sections III-A and
+III-B).
+
+`"host"` keeps the whole table in host memory and gathers and scatters there. `"static"` keeps the
+rows that are looked up most on the device for good; all others are served by the host. Rows move by
+the same formulas as in the cached modes, so all modes train to the same table.
+"""
+
+import numpy as np
+import tensorflow as tf
+
+from tf_scratchpipe.host_table import HostTable
+from tf_scratchpipe.lookup import IdCheck
+from tf_scratchpipe.plan import Ints, Rows
+from tf_scratchpipe.storage import HOST_DEVICE, Storage
+from tf_scratchpipe.table import Binding, TrainedRows, coalesced
+
+
+class PinnedTable(TrainedRows):
+    """A table whose rows never move: the first places are on the device, the others on the host.
+
+    Args:
+        name: Name of the layer.
+        rows: Rows of the table, to begin with.
+        device: Where the hot rows are.
+        hot_ids: Which ones; none for mode `"host"`.
+    """
+
+    def __init__(self, name: str, rows: HostTable, device: str, hot_ids: Ints) -> None:
+        super().__init__(name, rows)
+        self.hot_ids = hot_ids
+        with tf.init_scope():
+            self._hot = Storage(self.dim, self.dtype, device, f"{name}_hot")
+            self._cold = Storage(self.dim, self.dtype, HOST_DEVICE, name)
+            with tf.device(HOST_DEVICE):
+                places = np.arange(self.rows, dtype=np.int64) + hot_ids.size
+                places[hot_ids] = np.arange(hot_ids.size)
+                # The map is an identity without hot rows.
+                self._places = tf.Variable(places, trainable=False) if hot_ids.size else None
+        self._filled = 0
+
+    def set_binding(self, binding: Binding) -> None:
+        """Bind an optimizer."""
+        self.save()
+        super().set_binding(binding)
+        with tf.init_scope():
+            for part in (self._hot, self._cold):
+                part.set_width(len(self.host))
+            self._filled = 0
+            self.fill()
+
+    def fill(self) -> None:
+        """Bring the rows to where they are trained, if they are not there."""
+        if self._filled == len(self.host):
+            return
+        with tf.init_scope():
+            for part, ids in ((self._cold, None), (self._hot, self.hot_ids)):
+                with tf.device(part.device):
+                    for variable, host in zip(part.variables, self.host, strict=True):
+                        variable.assign(host.whole() if ids is None else host.gather(ids))
+            self._filled = len(self.host)
+        for host in self.host:
+            host.release()
+
+    def save(self) -> None:
+        """Copy the rows back into `host`."""
+        if self._filled:
+            for number, host in enumerate(self.host):
+                host.assign(self.get(number))
+            self._filled = 0
+
+    def get(self, number: int = 0) -> Rows:
+        """A copy of the whole table, or of optimizer slot `number - 1`."""
+        if not self._filled:
+            return self.host[number].whole().copy()
+        whole: Rows = self._cold.variables[number].numpy().copy()
+        if self.hot_ids.size:
+            whole[self.hot_ids] = self._hot.variables[number].numpy()
+        return whole
+
+    def set(self, values: Rows, number: int = 0) -> None:
+        """Overwrite the whole table, or an optimizer slot."""
+        if not self._filled:
+            self.host[number].assign(values)
+            return
+        self._cold.variables[number].assign(values)
+        if self.hot_ids.size:
+            self._hot.variables[number].assign(values[self.hot_ids])
+
+    def places(self, ids: tf.Tensor) -> tf.Tensor:
+        """Where the rows are: below `hot_ids.size` on the device."""
+        if self._places is None:
+            return ids
+        with tf.device(HOST_DEVICE):
+            return tf.gather(self._places, ids)
+
+    def gather(self, places: tf.Tensor) -> tf.Tensor:
+        """The rows in these places."""
+        if self._places is None:
+            with tf.device(HOST_DEVICE):
+                return tf.gather(self._cold.variables[0], places)
+        hot, cold = self._split(places)
+        rows = [
+            part.gather(tf.gather(places, where) - start)[0]
+            for part, where, start in ((self._hot, hot, 0), (self._cold, cold, self.hot_ids.size))
+        ]
+        with tf.device(self._hot.device):
+            whole = tf.dynamic_stitch([hot, cold], rows)
+        whole.set_shape([None, self.dim])
+        return whole
+
+    def update(self, places: tf.Tensor, gradients: tf.Tensor) -> None:
+        """Move the rows in these places by their gradients, each once."""
+        places = self.after_reads(places)
+        if self._places is None:
+            self.count_step(self._move(self._cold, places, gradients))
+            return
+        hot, cold = self._split(places)
+        moved = []
+        for part, where, start in ((self._hot, hot, 0), (self._cold, cold, self.hot_ids.size)):
+            there = tf.gather(places, where) - start
+            moved += self._move(part, there, tf.gather(gradients, where))
+        self.count_step(moved)
+
+    def _move(self, part: Storage, slots: tf.Tensor, gradients: tf.Tensor) -> list[tf.Operation]:
+        with tf.device(part.device):
+            distinct, summed = coalesced(slots, gradients)
+            return part.scatter(distinct, self.new_values(part.gather(distinct), summed))
+
+    def _split(self, places: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Positions of the lookups that the device serves, and of the others."""
+        with tf.device(HOST_DEVICE):
+            on_device = places < self.hot_ids.size
+            hot, cold = tf.where(on_device), tf.where(~on_device)
+            return tuple(tf.cast(tf.reshape(part, [-1]), tf.int32) for part in (hot, cold))
+
+
+class PinnedLookup:
+    """How a step finds rows in these modes.
+
+    Args:
+        table: The table.
+        check: Its check of ids.
+    """
+
+    def __init__(self, table: PinnedTable, check: IdCheck) -> None:
+        self.table = table
+        self._check = check
+
+    def index(self, ids: tf.Tensor) -> tf.Tensor:
+        """The places of the ids' rows."""
+        self.table.fill()
+        return self.table.places(self._check.in_graph(ids))
+
+    def gather(self, index: tf.Tensor) -> tf.Tensor:
+        """The rows in these places."""
+        return self.table.gather(index)
+
+    def read(self, ids: tf.Tensor, frozen: bool) -> tf.Tensor:
+        """The rows of the ids."""
+        rows = self.gather(self.index(ids))
+        self.table.touch(rows)
+        return rows
+
+    def update(self, index: tf.Tensor, gradients: tf.Tensor) -> None:
+        """Move the rows in these places."""
+        self.table.update(index, gradients)

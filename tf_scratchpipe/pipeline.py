@@ -1,0 +1,313 @@
+"""The six stages, as one pass over the data (ScratchPipe, section IV-C).
+
+Load, Plan, Collect, Exchange and Insert run here, each on another batch; Train is whoever takes the
+batches. There is no common clock. What the paper gets from its cycles, a stage gets by waiting: for
+the training of a batch whose row is to be written back, for the Insert that brings a row to the
+host before it is read again, and with a larger storage for all steps to be over. With a full window
+the first two are over before they are needed.
+"""
+
+import atexit
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tf_scratchpipe.errors import AbandonedError, StallError
+from tf_scratchpipe.executor import EXECUTORS
+from tf_scratchpipe.lookup import IdCheck
+from tf_scratchpipe.plan import BatchPlan, Ints
+from tf_scratchpipe.slot_group import SlotGroup, Transfer
+
+_live: "weakref.WeakSet[PipelineRun]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """No stage may be in the middle of an op when the interpreter goes."""
+    for run in list(_live):
+        run.close()
+
+
+_POLL_SECONDS = 0.0003
+_DROPPED_SECONDS = 5.0
+"""Batches that were sent out by an earlier pass and not trained for so long never will be."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Feature:
+    """Where ids are in the data.
+
+    Args:
+        name: Its name, for messages.
+        position: Number of the component that holds the ids.
+        check: Their check.
+        select: From the component to the view of it that holds the ids.
+    """
+
+    name: str
+    position: int
+    check: IdCheck
+    select: Callable[[npt.NDArray[np.generic]], npt.NDArray[np.generic]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Feed:
+    """A group of tables and the features that they look up."""
+
+    group: SlotGroup
+    features: Sequence[Feature]
+
+
+@dataclasses.dataclass(slots=True)
+class Batch:
+    """A batch on its way through the stages. The lists have an entry for each feed."""
+
+    number: int
+    components: list[tf.Tensor | npt.NDArray[np.generic]]
+    ids: list[list[Ints]]
+    plans: list[BatchPlan] = dataclasses.field(default_factory=list)
+    transfers: list[Transfer] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """How to run the stages.
+
+    Args:
+        past: Batches held before the current one.
+        future: Batches held after it.
+        executor: `"thread"` or `"inline"`.
+        stall_seconds: After so long a wait, give up. None: never.
+    """
+
+    past: int
+    future: int
+    executor: str
+    stall_seconds: float | None
+
+
+class PipelineRun:
+    """One pass over the data. Iterate over it once.
+
+    Args:
+        source: The components of each batch.
+        feeds: What to look up in them.
+        settings: How.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[list[tf.Tensor]],
+        feeds: Sequence[Feed],
+        settings: PipelineSettings,
+    ) -> None:
+        self._source = source
+        self._feeds = feeds
+        self._settings = settings
+        self._closed = threading.Event()
+        self._exhausted = False
+        self._lock = threading.Lock()
+        for feed in feeds:
+            feed.group.start(self)
+        self._bases = [feed.group.planned for feed in feeds]
+        self._late_since = [(feed.group.trained(), time.monotonic()) for feed in feeds]
+        stages = [
+            ("load", self._load),
+            ("plan", self._plan),
+            ("collect", self._collect),
+            ("exchange", self._exchange),
+            ("insert", self._insert),
+        ]
+        self._executor = EXECUTORS[settings.executor](stages, self._note_wait)
+        _live.add(self)
+
+    def __iter__(self) -> Iterator[list[tf.Tensor | npt.NDArray[np.generic]]]:
+        for batch in self._executor:
+            yield batch.components
+        if self._closed.is_set():
+            raise AbandonedError(
+                "This iterator of a `lookahead(...)` dataset is over: another one was started on "
+                "the same layers, or they were trained on plain ids. Start a new iterator."
+            )
+        self._exhausted = True
+        self.close()
+
+    def stop(self) -> None:
+        """Stop, without waiting for the end of the stages: for a garbage collector's turn."""
+        self._closed.set()
+        self._executor.stop()
+
+    def close(self) -> None:
+        """Stop, and take back what was planned and not carried out. May be called twice."""
+        self.stop()
+        self._executor.join()
+        with self._lock:
+            for feed in self._feeds:
+                feed.group.finish(self, self._exhausted)
+
+    # ---- stages -------------------------------------------------------------------------------
+
+    def _load(self, _: Iterator[Batch]) -> Iterator[Batch]:
+        number = 0
+        while True:
+            with self._timed("load"):
+                components = next(self._source, None)
+                if components is None:
+                    return
+                number += 1
+                ids = [
+                    [self._ids(feature, components, number) for feature in feed.features]
+                    for feed in self._feeds
+                ]
+            yield Batch(number, list(components), ids)
+
+    def _plan(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
+        window: collections.deque[Batch] = collections.deque()
+        while True:
+            window.extend(_up_to(loaded, self._settings.future + 1 - len(window)))
+            if not window:
+                return
+            batch = window.popleft()
+            with self._timed("plan"):
+                for number, feed in enumerate(self._feeds):
+                    upcoming = [later.ids[number] for later in window]
+                    self._plan_feed(batch, number, feed, upcoming)
+            yield batch
+
+    def _plan_feed(
+        self, batch: Batch, number: int, feed: Feed, upcoming: Sequence[Sequence[Ints]]
+    ) -> None:
+        group, ids = feed.group, batch.ids[number]
+        plan = group.plan(
+            self._bases[number] + batch.number,
+            ids,
+            upcoming,
+            self._settings.past,
+            self._settings.future,
+        )
+        batch.plans.append(plan)
+        for feature, array, slots in zip(feed.features, ids, plan.slots, strict=True):
+            codes = group.settings.codec.encode(array, slots, plan.batch)
+            batch.components[feature.position] = _replaced(
+                batch.components[feature.position], feature, codes
+            )
+
+    def _collect(self, planned: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in planned:
+            for number, (feed, plan) in enumerate(zip(self._feeds, batch.plans, strict=True)):
+                self._wait_for_training(number, plan.after_trained, "collect", batch)
+                group = feed.group
+                self._wait(
+                    lambda g=group, p=plan: g.inserted >= p.after_inserted,  # type: ignore[misc]
+                    ("collect", "insert"),
+                    batch,
+                    number,
+                    "the rows that an earlier batch writes back",
+                )
+                with self._timed("collect"):
+                    batch.transfers.append(group.collect(plan))
+            yield batch
+
+    def _exchange(self, collected: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in collected:
+            with self._timed("exchange"):
+                for feed, transfer in zip(self._feeds, batch.transfers, strict=True):
+                    feed.group.exchange(transfer)
+            yield batch
+
+    def _insert(self, exchanged: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in exchanged:
+            for number, (feed, transfer) in enumerate(
+                zip(self._feeds, batch.transfers, strict=True)
+            ):
+                if feed.group.grows_by(transfer.plan):
+                    self._wait_for_training(number, transfer.plan.batch - 1, "insert", batch)
+                with self._timed("insert"):
+                    feed.group.insert(transfer)
+            yield batch
+
+    # ---- waiting ------------------------------------------------------------------------------
+
+    def _wait_for_training(self, number: int, target: int, stage: str, batch: Batch) -> None:
+        group = self._feeds[number].group
+
+        def ready() -> bool:
+            trained = group.trained()
+            if trained >= target:
+                return True
+            before, since = self._late_since[number]
+            if trained != before or trained >= self._bases[number]:
+                self._late_since[number] = trained, time.monotonic()
+            elif time.monotonic() - since > _DROPPED_SECONDS:
+                # An earlier pass has sent out batches that nobody trains.
+                group.declare_trained_before(self._bases[number])
+            return False
+
+        what = f"the training of batch {target - self._bases[number]}"
+        self._wait(ready, (stage, "train"), batch, number, what)
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        who: tuple[str, str],
+        batch: Batch,
+        number: int,
+        what: str,
+    ) -> None:
+        if ready():
+            return
+        group, limit = self._feeds[number].group, self._settings.stall_seconds
+        started = time.monotonic()
+        while not ready():
+            if self._closed.wait(_POLL_SECONDS):
+                raise AbandonedError(f"Stage '{who[0]}' was stopped at batch {batch.number}.")
+            waited = time.monotonic() - max(started, group.touched)
+            if limit is not None and waited > limit:
+                names = ", ".join(f"'{table.name}'" for table in group.tables)
+                raise StallError(
+                    f"Stage '{who[0]}' has waited for {waited:.1f} s with batch {batch.number} of "
+                    f"this iterator. It waits for {what}, with layers {names} trained up to batch "
+                    f"{group.trained() - self._bases[number]}. Are the batches trained, each once, "
+                    "and does the loss reach each layer? Does anything between `lookahead` and "
+                    "the training hold batches back? Pass more `num_slots`, or another "
+                    "`stall_seconds` to `lookahead`."
+                )
+        self._note_wait(*who, time.monotonic() - started)
+
+    # ---- small things -------------------------------------------------------------------------
+
+    def _ids(self, feature: Feature, components: list[tf.Tensor], number: int) -> Ints:
+        view = feature.select(components[feature.position].numpy())
+        return feature.check(view, number, feature.name)
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        for feed in self._feeds:
+            feed.group.stats.spent(stage, time.perf_counter() - started)
+
+    def _note_wait(self, waiting: str, awaited: str, seconds: float) -> None:
+        for feed in self._feeds:
+            feed.group.stats.waited(waiting, awaited, seconds)
+
+
+def _up_to(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return [batch for _, batch in zip(range(count), batches, strict=False)]
+
+
+def _replaced(
+    component: tf.Tensor | npt.NDArray[np.generic], feature: Feature, codes: Ints
+) -> npt.NDArray[np.generic]:
+    """A component with codes where the ids were."""
+    array = np.array(component)
+    feature.select(array)[...] = codes
+    return array

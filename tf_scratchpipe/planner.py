@@ -1,0 +1,239 @@
+"""The Plan stage: find the rows of a batch, and decide what moves (ScratchPipe, Algorithm 1).
+
+Three hazards are planned away (section IV-C). Victims are not among the slots that the `past`
+batches before this one use, so none is read before its training is over; nor among those of the
+`future` batches after it, so none of their Collects reads a row from the host that is only now on
+its way back. Where slots are too few for the whole window it is shortened, first from the far end
+of the future, then of the past; the plan says what Collect must wait for instead. Only a batch
+that needs more distinct rows than there are slots cannot be planned.
+
+Stages may be at different batches, so the two waits are in every plan: with a full window they are
+over before Collect comes to them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tf_scratchpipe.errors import TooFewSlotsError
+from tf_scratchpipe.hit_map import HitMap
+from tf_scratchpipe.hold_window import HoldWindow
+from tf_scratchpipe.plan import BatchPlan, Ints, frozen
+from tf_scratchpipe.replacement import LRU, Replacement
+
+STAGES = ("load", "plan", "collect", "exchange", "insert", "train")
+
+PAST = STAGES.index("train") - STAGES.index("collect")
+"""A victim read by Collect must be through Train."""
+
+FUTURE = STAGES.index("insert") - STAGES.index("collect")
+"""A victim written back by Insert must not be wanted by a Collect before that."""
+
+_GROWTH = 1.5
+
+
+class SlotPlanner:
+    """Assigns slots to rows, batch after batch.
+
+    Args:
+        rows: Number of rows of the table.
+        slots: Number of slots to begin with.
+        most_slots: Number of slots to grow to before the window is shortened.
+        replacement: Class of the replacement policy.
+
+    Example:
+
+    ```python
+    planner = SlotPlanner(rows=100, slots=4)
+    plan = planner.plan(1, [np.array([7, 8, 7])], upcoming=[[np.array([8, 9])]])
+    ```
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        most_slots: int | None = None,
+        replacement: type[Replacement] = LRU,
+    ) -> None:
+        self.rows = rows
+        self.most_slots = most_slots or slots
+        self.hit_map = HitMap(rows, slots)
+        self.window = HoldWindow(slots)
+        self.replacement = replacement(slots)
+        self.batch = 0
+        # Free slots are handed out from the end.
+        self._free: Ints = np.arange(slots, dtype=np.int64)[::-1]
+        # Batches with victims, and the last batch that has been kept from missing one of these.
+        self._written_back: list[tuple[int, int]] = []
+        self._waited = -1
+        self._scratch: npt.NDArray[np.int32] = np.empty(slots, np.int32)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots so far."""
+        return self.hit_map.slots
+
+    def plan(
+        self,
+        batch: int,
+        ids: Sequence[Ints],
+        upcoming: Sequence[Sequence[Ints]] = (),
+        past: int = PAST,
+        future: int = FUTURE,
+    ) -> BatchPlan:
+        """Decide where the rows of a batch go, and note that they are there.
+
+        Args:
+            batch: Its number, greater than the last one's.
+            ids: Arrays of ids of any shape, all of them valid.
+            upcoming: The same for the batches after it, the next one first.
+            past: Number of batches before it whose slots are held.
+            future: Number of batches after it whose slots are held, as far as `upcoming` says.
+
+        Raises:
+            TooFewSlotsError: The batch, with the batches before it that must be held in any case,
+                has more distinct rows than there are slots. Nothing has changed then.
+        """
+        flat = _flat(ids)
+        found = self.hit_map.lookup(flat)
+        misses = self.hit_map.distinct_misses(flat, found)
+        hits = found[found >= 0]
+        hit_slots = self._distinct(hits)
+        self.window.use(hit_slots, batch)
+        new, victims, windows = self._make_room(batch, misses.size, upcoming, past, future)
+        self.replacement.use(hit_slots, batch)
+        victim_ids = self.hit_map.id_of[victims]
+        after_trained = int(self.window.last_use[victims].max()) if victims.size else -1
+        fill_slots = np.concatenate([new, victims])
+        self.hit_map.unbind(victim_ids, victims)
+        self.hit_map.bind(misses, fill_slots)
+        self.window.use(fill_slots, batch)
+        self.replacement.fill(fill_slots, batch)
+        after_inserted = self._last_unprotected(batch)
+        if victims.size:
+            self._written_back.append((batch, batch + min(windows[1], len(upcoming))))
+        self.batch = batch
+        return BatchPlan(
+            batch=batch,
+            slots=tuple(frozen(self.hit_map.lookup(array)) for array in ids),
+            fill_ids=frozen(misses),
+            fill_slots=frozen(fill_slots),
+            victim_ids=frozen(victim_ids),
+            victim_slots=frozen(victims),
+            past=windows[0],
+            future=windows[1],
+            after_trained=after_trained,
+            after_inserted=after_inserted,
+            capacity=self.slots,
+            hits=hits.size,
+            held=self.window.in_use(batch, windows[0]),
+        )
+
+    def undo(self, plan: BatchPlan) -> None:
+        """Take the latest plan back that has not been undone: its moves have not been made."""
+        free, retaken = np.split(plan.fill_slots, [plan.fill_slots.size - plan.victim_slots.size])
+        self.hit_map.unbind(plan.fill_ids, plan.fill_slots)
+        self.hit_map.bind(plan.victim_ids, retaken)
+        self.window.forget(free)
+        self.replacement.empty(free)
+        self._free = np.concatenate([self._free, free[::-1]])
+
+    def as_inserted(self, pending: Sequence[BatchPlan], ids: Ints) -> Ints:
+        """The slots of `ids` before the moves of `pending` are made, oldest plan first."""
+        slot_of = self.hit_map.slot_of
+        for plan in reversed(pending):
+            slot_of[plan.fill_ids] = -1
+            slot_of[plan.victim_ids] = plan.victim_slots
+        slots = slot_of[ids].astype(np.int64)
+        for plan in pending:
+            slot_of[plan.victim_ids] = -1
+            slot_of[plan.fill_ids] = plan.fill_slots
+        return slots
+
+    def _make_room(
+        self, batch: int, count: int, upcoming: Sequence[Sequence[Ints]], past: int, future: int
+    ) -> tuple[Ints, Ints, tuple[int, int]]:
+        """Find `count` slots: free ones, then victims; and the window that was held for them."""
+        new = self._take_free(count)
+        missing = count - new.size
+        if not missing:
+            return new, _none(), (past, future)
+        foreseen = [self._cached(arrays) for arrays in upcoming[:future]]
+        self.window.foresee(batch, foreseen)
+        parts = [self._victims(missing, batch, past, future)]
+        missing -= parts[0].size
+        if missing and self.slots < self.most_slots:
+            self._grow(self.slots + missing)
+            more = self._take_free(missing)
+            new, missing = np.concatenate([new, more]), missing - more.size
+        shortened = _shorter(past, future)
+        while missing and (window := next(shortened, None)):
+            past, future = window
+            parts.append(self._victims(missing, batch, past, future))
+            missing -= parts[-1].size
+        victims = np.concatenate(parts)
+        if missing:
+            self.replacement.give_back(victims, batch)
+            self._free = np.concatenate([self._free, new[::-1]])
+            raise TooFewSlotsError(
+                f"`num_slots` is too small. Received: num_slots={self.slots}, but batch {batch} "
+                f"needs {self.slots + missing} rows at once. Pass "
+                f"num_slots>={self.slots + missing} or a smaller batch."
+            )
+        return new, victims, (past, future)
+
+    def _victims(self, count: int, batch: int, past: int, future: int) -> Ints:
+        return self.replacement.victims(
+            count, lambda slots: self.window.held(slots, batch, past, future)
+        )
+
+    def _take_free(self, count: int) -> Ints:
+        kept = max(self._free.size - count, 0)
+        taken = self._free[kept:][::-1]
+        self._free = self._free[:kept]
+        return taken
+
+    def _grow(self, needed: int) -> None:
+        before = self.slots
+        slots = min(self.most_slots, max(needed, int(before * _GROWTH)))
+        for part in (self.hit_map, self.window, self.replacement):
+            part.grow(slots)
+        self._free = np.concatenate([np.arange(before, slots)[::-1], self._free])
+        self._scratch = np.empty(slots, np.int32)
+
+    def _last_unprotected(self, batch: int) -> int:
+        """The last batch whose victims this one may miss."""
+        waits = [number for number, protected in self._written_back if protected < batch]
+        if waits:
+            self._written_back = [one for one in self._written_back if one[1] >= batch]
+            self._waited = max(self._waited, *waits)
+        return self._waited
+
+    def _cached(self, ids: Sequence[Ints]) -> npt.NDArray[np.int32]:
+        slots = self.hit_map.lookup(_flat(ids))
+        return slots[slots >= 0]
+
+    def _distinct(self, slots: npt.NDArray[np.int32]) -> Ints:
+        """Each slot once."""
+        order = np.arange(slots.size, dtype=np.int32)
+        self._scratch[slots] = order
+        distinct: Ints = slots[self._scratch[slots] == order].astype(np.int64)
+        return distinct
+
+
+def _shorter(past: int, future: int) -> Iterator[tuple[int, int]]:
+    """Ever shorter windows: less of the future, then also less of the past."""
+    yield from ((past, shorter) for shorter in reversed(range(future)))
+    yield from ((shorter, 0) for shorter in reversed(range(past)))
+
+
+def _flat(ids: Sequence[Ints]) -> Ints:
+    if len(ids) == 1:
+        return ids[0].reshape(-1)
+    return np.concatenate([array.reshape(-1) for array in ids]) if ids else _none()
+
+
+def _none() -> Ints:
+    return np.zeros(0, np.int64)

@@ -1,0 +1,428 @@
+"""Tables that share one slot map, and what is done to all of them at once.
+
+A feature's ids are replaced by slots, so all layers that read the feature, and all features that
+one of these layers reads, must agree on who is where. One group has one planner and carries its
+plans out on each of its tables.
+
+The lock is held while a plan is made and while its rows are inserted. Between the two, a row may be
+planned to be somewhere and still be elsewhere: `_resident` undoes the plans that have not been
+carried out, so readers always find the true row.
+"""
+
+import collections
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tf_scratchpipe import invariants
+from tf_scratchpipe.codes import MAX_SLOTS, SlotCodec
+from tf_scratchpipe.errors import TooFewSlotsError
+from tf_scratchpipe.plan import BatchPlan, Ints, Rows
+from tf_scratchpipe.planner import FUTURE, PAST, SlotPlanner
+from tf_scratchpipe.replacement import POLICIES
+from tf_scratchpipe.stats import CacheStats
+from tf_scratchpipe.table import Binding, CachedTable, Shadow
+
+
+class Run(Protocol):
+    """A pass of the pipeline over the data, as far as a group needs to know it."""
+
+    def close(self) -> None:
+        """Stop, and give back what was planned and not carried out."""
+
+
+@dataclasses.dataclass(slots=True)
+class Transfer:
+    """The rows of one batch on their way, for each table and each of its variables."""
+
+    plan: BatchPlan
+    version: int = -1
+    fills: list[list[Any]] = dataclasses.field(default_factory=list)
+    victims: list[list[Any]] = dataclasses.field(default_factory=list)
+    buffers: list[Rows] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotSettings:
+    """What the layers of a group must agree on.
+
+    Args:
+        rows: Rows of each table.
+        num_slots: Slots, or None to find out from the data.
+        replacement: Name of the policy.
+        marks_zero: Whether id 0 is a mask.
+    """
+
+    rows: int
+    num_slots: int | None
+    replacement: str
+    marks_zero: bool
+
+    @property
+    def most_slots(self) -> int:
+        """Slots to which the group may grow. More than rows are of no use."""
+        return min(self.num_slots or self.rows, self.rows)
+
+    @property
+    def codec(self) -> SlotCodec:
+        """How slots are coded."""
+        return SlotCodec.for_slots(min(self.most_slots, MAX_SLOTS), self.marks_zero)
+
+
+class SlotGroup:
+    """Tables with one slot map.
+
+    Args:
+        settings: What its layers agree on.
+        tables: Their tables.
+    """
+
+    def __init__(self, settings: SlotSettings, tables: Sequence[CachedTable]) -> None:
+        self.settings = settings
+        self.tables = list(tables)
+        self.lock = threading.RLock()
+        self.stats = CacheStats()
+        self.run: Run | None = None
+        self.inserted = 0
+        self.touched = time.monotonic()
+        self.debug = False
+        self._planner: SlotPlanner | None = None
+        self._pending: collections.deque[BatchPlan] = collections.deque()
+        self._version = 0
+        self._buffers = StagingBuffers()
+        self._admitted: list[tuple[int, CachedTable, int]] = []
+        self._plain = False
+
+    # ---- numbers of batches -------------------------------------------------------------------
+
+    @property
+    def planned(self) -> int:
+        """Number of the last batch that was planned."""
+        return self._planner.batch if self._planner else 0
+
+    def trained(self) -> int:
+        """Number of the last batch that all tables are through with."""
+        return min(int(table.applied.numpy()) for table in self.tables)
+
+    def declare_trained(self) -> None:
+        """Batches that were planned and never trained will not be trained any more."""
+        for table in self.tables:
+            table.applied.assign(self.planned)
+        self._admitted = []
+        self._plain = False
+
+    def declare_trained_before(self, batch: int) -> None:
+        """The same, for the batches up to `batch` only."""
+        for table in self.tables:
+            table.applied.assign(tf.maximum(table.applied, batch))
+
+    # ---- the stages ---------------------------------------------------------------------------
+
+    def plan(
+        self,
+        batch: int,
+        ids: Sequence[Ints],
+        upcoming: Sequence[Sequence[Ints]],
+        past: int = PAST,
+        future: int = FUTURE,
+    ) -> BatchPlan:
+        """Plan a batch."""
+        with self.lock:
+            planner = self._ensure_planner(ids, upcoming, past + 1 + future)
+            before = planner.window.last_use.copy() if self.debug else None
+            plan = planner.plan(batch, ids, upcoming, past, future)
+            self._pending.append(plan)
+            self.stats.count(plan, sum(t.row_bytes for t in self.tables), (past, future))
+            if before is not None:
+                self._check(planner, plan, ids, upcoming, before)
+            return plan
+
+    def collect(self, plan: BatchPlan) -> Transfer:
+        """Gather the rows that come in from the host, and those that go out from the device."""
+        transfer = Transfer(plan, self._version)
+        for table in self.tables:
+            transfer.fills.append(self._from_host(table, plan.fill_ids, transfer))
+            out = table.storage.gather(plan.victim_slots) if plan.victim_slots.size else []
+            transfer.victims.append(out)
+            if plan.victim_slots.size:
+                table.tag(plan.victim_slots, np.full_like(plan.victim_slots, -1))
+        return transfer
+
+    def exchange(self, transfer: Transfer) -> None:
+        """Send both to the other side."""
+        transfer.fills = [
+            list(table.storage.to_device(rows)) if rows else []
+            for table, rows in zip(self.tables, transfer.fills, strict=True)
+        ]
+        transfer.victims = [[rows.numpy() for rows in out] for out in transfer.victims]
+        self._buffers.give_back(transfer.buffers)
+        transfer.buffers = []
+
+    def insert(self, transfer: Transfer) -> None:
+        """Put both where they belong."""
+        plan = transfer.plan
+        with self.lock:
+            if transfer.version != self._version:  # The table was set in the meantime.
+                transfer = self.collect(plan)
+                self.exchange(transfer)
+            for table, fills, out in zip(
+                self.tables, transfer.fills, transfer.victims, strict=True
+            ):
+                for host, rows in zip(table.host, out, strict=False):
+                    host.scatter(plan.victim_ids, rows)
+                table.grow(plan.capacity)
+                if fills:
+                    table.storage.scatter(plan.fill_slots, fills)
+                    table.tag(plan.fill_slots, plan.fill_ids)
+            assert self._pending[0] is plan
+            self._pending.popleft()
+            self.inserted = plan.batch
+
+    def grows_by(self, plan: BatchPlan) -> bool:
+        """Whether Insert makes the storage larger, which no step may be in the middle of."""
+        return any(0 < table.storage.slots < plan.capacity for table in self.tables)
+
+    # ---- runs ---------------------------------------------------------------------------------
+
+    def start(self, run: Run) -> None:
+        """Let a new run plan for this group; the one before is over."""
+        self.close_run()
+        if self._plain:
+            self.declare_trained()
+        self.run = run
+        self.inserted = self.planned
+        self.touched = time.monotonic()
+        for table in self.tables:
+            table.resumes_at.assign(self.planned + 1)
+
+    def close_run(self) -> None:
+        """End the run that is on, if any. Batches that it has sent out are not trained any more.
+
+        Not to be called with the lock: stages of the run may be waiting for it.
+        """
+        if self.run is not None:
+            self.run.close()
+
+    def finish(self, run: Run, exhausted: bool) -> None:
+        """A run has stopped. Undo what it planned and did not carry out."""
+        with self.lock:
+            if self.run is not run:
+                return
+            while self._pending:
+                plan = self._pending.pop()
+                assert self._planner is not None
+                self._planner.undo(plan)
+                for table in self.tables:
+                    # Collect may have been there already.
+                    if plan.victim_slots.size:
+                        table.tag(plan.victim_slots, plan.victim_ids)
+            self.run = None
+            if not exhausted:
+                self.declare_trained()
+
+    # ---- without a pipeline -------------------------------------------------------------------
+
+    def admit(self, table: CachedTable, ids: Ints) -> Ints:
+        """Query, Collect, Exchange and Insert for one lookup, and return its slots.
+
+        Its rows stay until `table` has moved them, which its counter tells.
+        """
+        self.close_run()
+        with self.lock:
+            if not self._plain:
+                self.declare_trained()
+                self._plain = True
+            self._admitted = [
+                entry for entry in self._admitted if int(entry[1].applied.numpy()) == entry[2]
+            ]
+            batch = self.planned + 1
+            oldest = self._admitted[0][0] if self._admitted else batch
+            started = time.perf_counter()
+            plan = self.plan(batch, [ids], (), past=batch - oldest, future=0)
+            self._admitted.append((batch, table, int(table.applied.numpy())))
+            planned = time.perf_counter()
+            transfer = self.collect(plan)
+            collected = time.perf_counter()
+            self.exchange(transfer)
+            exchanged = time.perf_counter()
+            self.insert(transfer)
+            self.stats.spent("plan", planned - started)
+            self.stats.spent("collect", collected - planned)
+            self.stats.spent("exchange", exchanged - collected)
+            self.stats.spent("insert", time.perf_counter() - exchanged)
+            return plan.slots[0]
+
+    def read(self, table: CachedTable, ids: Ints) -> Rows:
+        """The rows `ids` of one table, as they are trained so far."""
+        with self.lock:
+            self.touched = time.monotonic()
+            rows = table.host[0].gather(ids)
+            slots = self._resident(ids)
+            cached = np.flatnonzero(slots >= 0)
+            if cached.size:
+                rows[cached] = table.storage.gather(slots[cached])[0].numpy()
+            return rows
+
+    # ---- whole tables -------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write all cached rows back to the host. They stay cached."""
+        with self.lock:
+            ids, slots = self._all_resident()
+            for table in self.tables:
+                if ids.size:
+                    for host, rows in zip(table.host, table.storage.gather(slots), strict=True):
+                        host.scatter(ids, rows.numpy())
+
+    def get(self, table: CachedTable, number: int = 0) -> Rows:
+        """A copy of a whole table, or of its optimizer slot `number - 1`, as trained so far."""
+        with self.lock:
+            self.touched = time.monotonic()
+            whole = table.host[number].whole().copy()
+            ids, slots = self._all_resident()
+            if ids.size:
+                whole[ids] = table.storage.gather(slots)[number].numpy()
+            return whole
+
+    def set(self, table: CachedTable, values: Rows, number: int = 0) -> None:
+        """Overwrite a whole table, or an optimizer slot, on both sides."""
+        with self.lock:
+            table.host[number].assign(values)
+            ids, slots = self._all_resident()
+            if ids.size:
+                rows = table.storage.gather(slots)
+                rows[number] = table.storage.to_device([table.host[number].gather(ids)])[0]
+                table.storage.scatter(slots, rows)
+            if table.shadow is not None and not number:
+                table.shadow.rows = values.copy()
+            self._version += 1
+
+    def bind(self, table: CachedTable, binding: Binding) -> None:
+        """Give a table an optimizer. Cached rows stay cached."""
+        with self.lock:
+            self.flush()
+            table.set_binding(binding)
+            ids, slots = self._all_resident()
+            if ids.size:
+                rows = table.storage.to_device([host.gather(ids) for host in table.host])
+                table.storage.scatter(slots, rows)
+            self._version += 1
+
+    def clear(self) -> None:
+        """Write all rows back and drop all slots, as if nothing had been looked up yet."""
+        self.close_run()
+        with self.lock:
+            self.flush()
+            self._planner = None
+            self.inserted = 0
+            self.declare_trained()
+            for table in self.tables:
+                table.storage.clear()
+
+    def watch(self) -> None:
+        """Check every plan and every step from now on."""
+        with self.lock:
+            self.debug = True
+            for table in self.tables:
+                table.shadow = table.shadow or Shadow(table, self.get(table))
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _ensure_planner(
+        self, ids: Sequence[Ints], upcoming: Sequence[Sequence[Ints]], window: int
+    ) -> SlotPlanner:
+        if self._planner is None:
+            most = self.settings.most_slots
+            slots = most if self.settings.num_slots else _first_size([ids, *upcoming], window, most)
+            if slots > MAX_SLOTS:
+                raise TooFewSlotsError(
+                    f"`num_slots` must be at most {MAX_SLOTS}. Received: num_slots="
+                    f"{self.settings.num_slots}, input_dim={self.settings.rows}. Pass a smaller "
+                    "`num_slots`."
+                )
+            policy = POLICIES[self.settings.replacement]
+            self._planner = SlotPlanner(
+                self.settings.rows, slots, min(most, MAX_SLOTS), replacement=policy
+            )
+        return self._planner
+
+    def _from_host(self, table: CachedTable, ids: Ints, transfer: Transfer) -> list[Rows]:
+        if not ids.size:
+            return []
+        rows = []
+        for host in table.host:
+            buffer = self._buffers.take(ids.size, table.dim, table.dtype)
+            transfer.buffers.append(buffer)
+            rows.append(host.gather(ids, out=buffer[: ids.size]))
+        return rows
+
+    def _resident(self, ids: Ints) -> Ints:
+        if self._planner is None:
+            return np.full(ids.shape, -1, np.int64)
+        return self._planner.as_inserted(list(self._pending), ids)
+
+    def _all_resident(self) -> tuple[Ints, Ints]:
+        """All rows that are in a slot now, and the slots."""
+        if self._planner is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        ids, _ = self._planner.hit_map.cached()
+        leaving = [plan.victim_ids for plan in self._pending]
+        ids = np.unique(np.concatenate([ids, *leaving]))
+        slots = self._resident(ids)
+        return ids[slots >= 0], slots[slots >= 0]
+
+    def _check(
+        self,
+        planner: SlotPlanner,
+        plan: BatchPlan,
+        ids: Sequence[Ints],
+        upcoming: Sequence[Sequence[Ints]],
+        last_use: Ints,
+    ) -> None:
+        needed: dict[int, int] = {}
+        for distance, arrays in reversed(list(enumerate(upcoming, start=1))):
+            for array in arrays:
+                needed.update(dict.fromkeys(array.ravel().tolist(), plan.batch + distance))
+        last_use = np.concatenate([last_use, np.full(planner.slots - last_use.size, -1)])
+        invariants.check_hit_map(planner)
+        invariants.check_victims(plan, last_use, needed)
+        for table in self.tables:
+            if table.shadow is not None:
+                slots = np.concatenate([array.ravel() for array in plan.slots])
+                flat = np.concatenate([array.ravel() for array in ids])
+                table.shadow.expect(plan.batch, slots, flat)
+
+
+class StagingBuffers:
+    """Host arrays that rows pass through, used again and again."""
+
+    def __init__(self) -> None:
+        self._free: list[Rows] = []
+        self._lock = threading.Lock()
+
+    def take(self, rows: int, dim: int, dtype: str) -> Rows:
+        """An array of at least that many rows."""
+        with self._lock:
+            for i, buffer in enumerate(self._free):
+                fits = buffer.shape[0] >= rows and buffer.shape[1] == dim and buffer.dtype == dtype
+                if fits:
+                    return self._free.pop(i)
+        return np.empty((2 ** math.ceil(math.log2(max(rows, 16))), dim), dtype)
+
+    def give_back(self, buffers: list[Rows]) -> None:
+        """These may be used again."""
+        with self._lock:
+            # Smaller ones than these will not be asked for often.
+            self._free = sorted([*buffers, *self._free], key=len, reverse=True)[:32]
+
+
+def _first_size(batches: Sequence[Sequence[Ints]], window: int, most: int) -> int:
+    """Slots for a window of batches like these."""
+    counts = [np.unique(np.concatenate([a.ravel() for a in ids])).size for ids in batches if ids]
+    return max(min(most, window * max(counts, default=1)), 1)

@@ -1,0 +1,92 @@
+"""The Storage: cached rows on the device (ScratchPipe, section IV-D).
+
+One variable for the rows and one of the same shape for each optimizer slot. They are only ever
+gathered from and scattered to: anything that reads a variable as a whole makes the next scatter
+copy it. Their first dimension may grow, which does copy, and needs no new trace.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_scratchpipe.plan import Ints, Rows
+
+
+class Storage:
+    """Slots on one device.
+
+    Args:
+        dim: Values in a row.
+        dtype: Their dtype.
+        device: Name of the device.
+        name: Name of the variables.
+    """
+
+    def __init__(self, dim: int, dtype: str, device: str, name: str) -> None:
+        self.device = device
+        self.slots = 0
+        self._dim = dim
+        self._dtype = dtype
+        self._name = name
+        self.variables = [self._variable(0)]
+
+    def set_width(self, width: int) -> None:
+        """Have `width` variables: for the rows, and for the optimizer slots, which are zeroed."""
+        if width != len(self.variables):
+            self.variables = self.variables[:1] + [self._variable(i) for i in range(1, width)]
+        with tf.device(self.device):
+            for variable in self.variables[1:]:
+                variable.assign(tf.zeros((self.slots, self._dim), self._dtype))
+
+    def clear(self) -> None:
+        """Drop all slots."""
+        self.slots = 0
+
+    def grow(self, slots: int) -> None:
+        """Add slots, up to `slots` in all. Nothing else may use the storage meanwhile."""
+        with tf.device(self.device):
+            for variable in self.variables:
+                added = tf.zeros((slots - self.slots, self._dim), self._dtype)
+                # Without old slots there is nothing to copy.
+                whole = tf.concat([variable, added], axis=0) if self.slots else added
+                variable.assign(whole)
+        self.slots = slots
+
+    def gather(self, slots: Ints | tf.Tensor) -> list[tf.Tensor]:
+        """The rows in `slots`, from each variable."""
+        with tf.device(self.device):
+            return [tf.gather(variable, slots) for variable in self.variables]
+
+    def scatter(
+        self, slots: Ints | tf.Tensor, rows: Sequence[tf.Tensor | Rows]
+    ) -> list[tf.Operation]:
+        """Overwrite the rows in `slots`, each named once, in each variable."""
+        with tf.device(self.device):
+            return [
+                variable.scatter_update(tf.IndexedSlices(values, slots))
+                for variable, values in zip(self.variables, rows, strict=True)
+            ]
+
+    def to_device(self, rows: Sequence[Rows]) -> list[tf.Tensor]:
+        """Copies of host rows on the storage's device."""
+        with tf.device(self.device):
+            return [tf.constant(values) for values in rows]
+
+    def _variable(self, number: int) -> tf.Variable:
+        with tf.device(self.device):
+            return tf.Variable(
+                tf.zeros((0, self._dim), self._dtype),
+                shape=tf.TensorShape([None, self._dim]),
+                trainable=False,
+                name=f"{self._name}_storage_{number}" if number else f"{self._name}_storage",
+            )
+
+
+def default_device() -> str:
+    """The first GPU if there is one, otherwise the CPU."""
+    gpus = tf.config.list_logical_devices("GPU")
+    return str(gpus[0].name) if gpus else HOST_DEVICE
+
+
+HOST_DEVICE = "/device:CPU:0"
+"""Where host tables, ids and counters are."""

@@ -1,0 +1,242 @@
+"""One cached table: its rows on the host, its slots on the device, and how a step uses them."""
+
+import dataclasses
+import weakref
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from tf_scratchpipe import invariants, keras_internals
+from tf_scratchpipe.host_table import HostTable
+from tf_scratchpipe.plan import Ints, Rows
+from tf_scratchpipe.row_optimizers import RowOptimizer, row_optimizer
+from tf_scratchpipe.storage import HOST_DEVICE, Storage
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Binding:
+    """The optimizer that moves the rows.
+
+    Args:
+        optimizer: Gives the learning rate, at every step anew.
+        formula: Its formula.
+        counts: Whether it counts its steps itself, as the model's optimizer does. Otherwise the
+            table does.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    formula: RowOptimizer
+    counts: bool
+
+    @classmethod
+    def to(cls, optimizer: keras.optimizers.Optimizer, counts: bool) -> "Binding":
+        """Bind to an optimizer."""
+        return cls(optimizer, row_optimizer(optimizer), counts)
+
+
+class TrainedRows:
+    """Rows with an optimizer: how one step moves them. Parent of the kinds of tables.
+
+    Args:
+        name: Name of the layer, for messages.
+        rows: Rows of the table.
+    """
+
+    def __init__(self, name: str, rows: HostTable) -> None:
+        self.name = name
+        self.rows, self.dim = rows.shape
+        self.dtype = str(rows.dtype)
+        self.host = [rows]
+        self.binding: Binding | None = None
+        self._loaded: dict[str, Rows] = {}
+        with tf.init_scope(), tf.device(HOST_DEVICE):
+            self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
+            """Steps that have moved the rows; in a pipeline, the last such batch's number."""
+            self.resumes_at = tf.Variable(0, dtype=tf.int64, trainable=False, name="resumes_at")
+            """Number of the first batch of the run that is on."""
+            self.iterations = tf.Variable(0, dtype=tf.int64, trainable=False, name="iterations")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row with its optimizer slots."""
+        return len(self.host) * self.dim * np.dtype(self.dtype).itemsize
+
+    def set_binding(self, binding: Binding) -> None:
+        """Have this optimizer move the rows, with fresh slots or those loaded for it."""
+        self.binding = binding
+        slots = binding.formula.slots
+        tables = [HostTable.filled(self.rows, self.dim, value, self.dtype) for _, value in slots]
+        for (name, _), table in zip(slots, tables, strict=True):
+            if name in self._loaded:
+                table.assign(self._loaded.pop(name))
+        self._loaded = {}
+        self.host[1:] = tables
+
+    @property
+    def slot_names(self) -> list[str]:
+        """Names of the optimizer slots, in the order of `host[1:]`."""
+        return [name for name, _ in self.binding.formula.slots] if self.binding else []
+
+    def load_slots(self, values: dict[str, Rows]) -> None:
+        """Remember loaded optimizer slots until an optimizer is bound that has them."""
+        self._loaded = {name: np.array(table, self.dtype) for name, table in values.items()}
+
+    @property
+    def loaded_slots(self) -> dict[str, Rows]:
+        """Optimizer slots that were loaded and that no optimizer has taken up yet."""
+        return self._loaded
+
+    def new_values(self, values: list[tf.Tensor], gradient: tf.Tensor) -> list[tf.Tensor]:
+        """Rows and slots after one step, given each row's summed gradient."""
+        assert self.binding is not None
+        optimizer = self.binding.optimizer
+        done = optimizer.iterations if self.binding.counts else self.iterations.read_value()
+        rate = ops.cast(keras_internals.learning_rate_at(optimizer, done), self.dtype)
+        number = ops.cast(done + 1, self.dtype)
+        return self.binding.formula.step(values, gradient, rate, number)
+
+    def after_reads(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor, once all reads that came before in the step are over.
+
+        They touch a counter.
+        """
+        with tf.control_dependencies([self.applied.read_value()]):
+            return tf.identity(tensor)
+
+    def touch(self, read: tf.Tensor) -> None:
+        """Note a read that the next update has to wait for."""
+        with tf.control_dependencies([read]), tf.device(HOST_DEVICE):
+            self.applied.assign_add(0)
+
+    def count_step(self, moved: list[tf.Operation]) -> None:
+        """Note that a step is over, once `moved` has happened."""
+        with tf.control_dependencies(moved), tf.device(HOST_DEVICE):
+            self.applied.assign_add(1)
+            if self.binding is not None and not self.binding.counts:
+                self.iterations.assign_add(1)
+
+
+def coalesced(slots: tf.Tensor, gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Each slot once, and the sum of its gradients."""
+    distinct, position = tf.unique(slots)
+    return distinct, tf.math.unsorted_segment_sum(gradients, position, tf.size(distinct))
+
+
+class CachedTable(TrainedRows):
+    """A table whose rows are trained in slots on the device.
+
+    Args:
+        name: Name of the layer.
+        rows: Rows of the table.
+        device: Where the slots are.
+    """
+
+    def __init__(self, name: str, rows: HostTable, device: str) -> None:
+        super().__init__(name, rows)
+        self.shadow: Shadow | None = None
+        with tf.init_scope():
+            self.storage = Storage(self.dim, self.dtype, device, name)
+            with tf.device(device):
+                # The row in each slot, or -1; what a step finds here is a hit.
+                self.tags = tf.Variable(
+                    tf.zeros((0,), tf.int64), shape=tf.TensorShape([None]), trainable=False
+                )
+                self.train_lookups = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self.train_hits = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def set_binding(self, binding: Binding) -> None:
+        """Bind an optimizer. The caller fills the slots of cached rows in."""
+        super().set_binding(binding)
+        with tf.init_scope():
+            self.storage.set_width(len(self.host))
+
+    def grow(self, slots: int) -> None:
+        """Add slots, up to `slots` in all."""
+        if slots <= self.storage.slots:
+            return
+        fresh = not self.storage.slots
+        self.storage.grow(slots)
+        with tf.device(self.storage.device):
+            tags = tf.zeros((0,), tf.int64) if fresh else self.tags.read_value()
+            added = tf.fill([slots - tf.size(tags)], tf.constant(-1, tf.int64))
+            self.tags.assign(tf.concat([tags, added], axis=0))
+
+    def tag(self, slots: Ints, ids: Ints) -> None:
+        """Note on the device which rows are in `slots` (-1: none)."""
+        with tf.device(self.storage.device):
+            self.tags.scatter_update(tf.IndexedSlices(ids, slots))
+
+    def gather(self, slots: tf.Tensor) -> tf.Tensor:
+        """The rows in `slots`, in a step."""
+        with tf.device(self.storage.device):
+            return tf.gather(self.storage.variables[0], slots)
+
+    def count_lookups(self, slots: tf.Tensor) -> None:
+        """Count a training step's lookups and hits on the device."""
+        with tf.device(self.storage.device):
+            found = tf.gather(self.tags, slots) >= 0
+            self.train_lookups.assign_add(tf.size(slots, tf.int64))
+            self.train_hits.assign_add(tf.math.count_nonzero(found))
+
+    def update(self, slots: tf.Tensor, gradients: tf.Tensor) -> None:
+        """Move the rows in `slots` by their gradients, each once."""
+        with tf.device(self.storage.device):
+            distinct, summed = coalesced(slots, gradients)
+            distinct = self.after_reads(distinct)
+            new = self.new_values(self.storage.gather(distinct), summed)
+            moved = self.storage.scatter(distinct, new)
+        if self.shadow is not None:
+            moved = [*moved, self.shadow.followed(distinct, new[0])]
+        self.count_step(moved)
+
+
+class Shadow:
+    """An uncached copy of a table that follows each step, to check the cache against.
+
+    Args:
+        table: The table.
+        rows: Its rows at this moment.
+    """
+
+    def __init__(self, table: CachedTable, rows: Rows) -> None:
+        self.rows = rows
+        self._table = weakref.ref(table)
+        self._owners: dict[int, tuple[Ints, Ints]] = {}
+
+    def expect(self, batch: int, slots: Ints, ids: Ints) -> None:
+        """A batch will look up rows `ids` in `slots`, says its plan."""
+        slots, first = np.unique(slots, return_index=True)
+        self._owners[batch] = slots, ids[first]
+
+    def checked(self, slots: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """The rows that a step reads, once they were found equal to the uncached ones."""
+
+        def compare(slots: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
+            batch, ids = self._ids(slots.numpy())
+            table = self._table()
+            name = table.name if table else ""
+            invariants.check_rows(batch, name, ids, gathered.numpy(), self.rows[ids])
+            return tf.constant(True)
+
+        with tf.control_dependencies([tf.py_function(compare, [slots, rows], tf.bool)]):
+            return tf.identity(rows)
+
+    def followed(self, slots: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """Take a step's new rows over. Returns what the step has to wait for."""
+
+        def follow(slots: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+            batch, ids = self._ids(slots.numpy())
+            self.rows[ids] = new.numpy()
+            self._owners = {b: owners for b, owners in self._owners.items() if b >= batch}
+            return tf.constant(True)
+
+        return tf.py_function(follow, [slots, rows], tf.bool)
+
+    def _ids(self, slots: Ints) -> tuple[int, Ints]:
+        """The number of the batch in training, and the rows that its plan says are in `slots`."""
+        table = self._table()
+        batch = int(table.applied.numpy()) + 1 if table else 0
+        known, ids = self._owners[batch]
+        return batch, ids[np.searchsorted(known, slots)]

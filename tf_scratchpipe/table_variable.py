@@ -1,0 +1,107 @@
+"""The one weight that Keras sees of a table.
+
+Keras asks a model's weights for gradients, hands these to the optimizer, counts, saves and restores
+weights. The table itself is spread over host memory and the device, so this variable stands for it:
+it has the table's shape, its `numpy()` is the table, assigning to it sets the table. Its own value,
+to which the tape attaches the gradient, is a scalar that nobody uses.
+
+The optimizer overwrites a variable that asks for it with its gradient at the moment when the step
+is really applied, after the variable has been taken out of clipping, weight decay and the like.
+This one then passes the gradient (row gradients with their slots) on to the layer, which moves the
+rows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tf_scratchpipe.plan import Rows
+
+
+class TableVariable(keras.Variable):
+    """A weight that stands for a table.
+
+    Args:
+        shape: Rows and values in a row.
+        dtype: Their dtype.
+        name: Name of the weight.
+        trainable: Whether the table is trained.
+        read: Gives the whole table.
+        write: Sets the whole table.
+        update: Moves the rows by their gradients.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: str,
+        name: str,
+        trainable: bool,
+        *,
+        read: Callable[[], Rows],
+        write: Callable[[Rows], None],
+        update: Callable[[tf.IndexedSlices], None],
+    ) -> None:
+        super().__init__("zeros", shape=shape, dtype=dtype, trainable=trainable, name=name)
+        self.overwrite_with_gradient = True
+        self._read = read
+        self._write = write
+        self._update = update
+
+    def assign(self, value: Any) -> None:
+        """Set the table, or move its rows if this is the gradient."""
+        if isinstance(value, tf.IndexedSlices):
+            self._update(value)
+            return
+        if tf.is_tensor(value) and not tf.executing_eagerly():
+            raise ValueError(
+                f"Weight '{self.path}' stands for a table that is not a tensor. Received: a "
+                "symbolic value, as a loop, a constraint or an average of weights would assign. "
+                "Use the layer in the step itself, once or several times, or set the table from "
+                "outside a graph by `layer.set_table(values)`."
+            )
+        self._write(np.asarray(value))
+
+    def assign_add(self, value: Any) -> None:
+        """Refused: the rows are trained by their own optimizer."""
+        raise ValueError(self._refusal("added to"))
+
+    def assign_sub(self, value: Any) -> None:
+        """Refused: the rows are trained by their own optimizer."""
+        raise ValueError(self._refusal("subtracted from"))
+
+    def numpy(self) -> Rows:
+        """The whole table, as it is trained."""
+        return self._read()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Rows:
+        return np.asarray(self._read(), dtype)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        raise ValueError(self._refusal("read as a tensor in"))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._read()[index]
+
+    def __repr__(self) -> str:
+        return f"<TableVariable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
+
+    def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        raise NotImplementedError(
+            f"Weight '{self.path}' stands for a table that tf.train.Checkpoint cannot see. Save "
+            "the model with `model.save(...)` or `model.save_weights(...)`."
+        )
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        # Not the table: a scalar for the tape to hold on to.
+        self._value = tf.Variable(0.0, trainable=self.trainable, dtype=self._dtype, name=self.name)
+
+    def _refusal(self, action: str) -> str:
+        return (
+            f"Weight '{self.path}' stands for a table that is not a tensor; it cannot be {action} "
+            "a computation. Call the layer to look rows up; `layer.get_table()` and "
+            "`layer.set_table(values)` copy the whole table."
+        )
