@@ -23,14 +23,16 @@ def count_ids(dataset: tf.data.Dataset, feature: Any = (), most: int | None = No
         Array of distinct ids, the most frequent first; equally frequent ones by their number.
     """
     path = feature if isinstance(feature, tuple) else (feature,)
-    ids, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    counts = np.zeros(0, np.int64)
     for element in dataset:
         part = element[0] if isinstance(element, tuple) else element
         for key in path:
             part = part[key]
         values = part.flat_values if isinstance(part, tf.RaggedTensor) else part
         values = values.values if isinstance(values, tf.SparseTensor) else values
-        more_ids, more_counts = np.unique(values.numpy(), return_counts=True)
-        ids, place = np.unique(np.concatenate([ids, more_ids]), return_inverse=True)
-        counts = np.bincount(place, weights=np.concatenate([counts, more_counts]))
-    return ids[np.argsort(-counts, kind="stable")][:most].astype(np.int64)
+        ids = values.numpy().ravel()
+        if ids.size and ids.max() >= counts.size:
+            counts = np.pad(counts, (0, max(int(ids.max()) + 1 - counts.size, counts.size)))
+        np.add.at(counts, ids, 1)
+    ids = np.flatnonzero(counts)
+    return ids[np.argsort(-counts[ids], kind="stable")][:most].astype(np.int64)

@@ -100,6 +100,7 @@ class Engine:
         stats = self._group.stats
         return dataclasses.replace(
             stats,
+            held=self._group.held(),
             train_lookups=int(self.table.train_lookups.numpy()),
             train_hits=int(self.table.train_hits.numpy()),
             stage_seconds=dict(stats.stage_seconds),

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tf_scratchpipe.plan import Ints
 
 EMPTY = -1
+_MARKED = -2
 
 
 class HitMap:
@@ -34,28 +35,34 @@ class HitMap:
         """The slot of each row; negative where the row is not cached."""
         return self.slot_of[ids]
 
-    def distinct_misses(self, ids: Ints, slots: npt.NDArray[np.int32]) -> Ints:
-        """Ids without a slot, each once, given all slots as `lookup` returned them."""
-        missing = ids[slots < 0]
-        if not missing.size:
-            return missing
-        # The map itself is the scratch space: of equal ids only the last one finds its own mark.
-        marks = np.arange(-2, -2 - missing.size, -1, dtype=np.int32)[::-1]
-        backwards = missing[::-1]
-        self.slot_of[backwards] = marks
-        distinct: Ints = backwards[self.slot_of[backwards] == marks][::-1]
-        self.slot_of[distinct] = EMPTY
-        return distinct
+    def distinct(self, ids: Ints) -> tuple[Ints, Ints]:
+        """Ids that have no slot, each once, and for each of `ids` its place among these.
+
+        The map's entries of these ids are scratch space until they are bound or unbound.
+        """
+        # Of equal ids the one that was written last finds its own mark.
+        marks = np.arange(_MARKED, _MARKED - ids.size, -1, dtype=np.int32)
+        self.slot_of[ids] = marks
+        found = self.slot_of[ids]
+        first = found == marks
+        places = np.cumsum(first) - 1
+        return ids[first], places[_MARKED - found]
 
     def bind(self, ids: Ints, slots: Ints) -> None:
         """Note that the rows `ids` are in `slots` from now on."""
         self.slot_of[ids] = slots
         self.id_of[slots] = ids
 
-    def unbind(self, ids: Ints, slots: Ints) -> None:
+    def unbind(self, ids: Ints, slots: Ints | None = None) -> None:
         """Note that they no longer are."""
         self.slot_of[ids] = EMPTY
-        self.id_of[slots] = EMPTY
+        if slots is not None:
+            self.id_of[slots] = EMPTY
+
+    def holds(self, ids: Ints, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether these slots hold these rows. Negative slots hold nothing."""
+        same: npt.NDArray[np.bool_] = self.id_of[slots] == ids
+        return same & (slots >= 0)
 
     def grow(self, slots: int) -> None:
         """Add empty slots, up to `slots` in all."""

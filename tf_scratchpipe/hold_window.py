@@ -7,6 +7,7 @@ shortened at any time.
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,9 @@ import numpy.typing as npt
 from tf_scratchpipe.plan import Ints
 
 NEVER = -1
-_COUNTED = 3
+
+Numbers: TypeAlias = npt.NDArray[np.int32]
+"""Numbers of batches, one for each slot."""
 
 
 class HoldWindow:
@@ -25,23 +28,16 @@ class HoldWindow:
     """
 
     def __init__(self, slots: int) -> None:
-        self.last_use: Ints = np.full(slots, NEVER, np.int64)
-        self._next_use: Ints = np.full(slots, NEVER, np.int64)
-        self._users: dict[int, int] = {}
+        self.last_use: Numbers = np.full(slots, NEVER, np.int32)
+        self._next_use: Numbers = np.full(slots, NEVER, np.int32)
 
     def use(self, slots: Ints, batch: int) -> None:
         """Batch number `batch`, the latest so far, uses `slots`."""
-        oldest = batch - _COUNTED
-        recent = self.last_use[slots] - oldest
-        moved = np.bincount(recent[recent >= 0], minlength=_COUNTED + 1)
-        users = {number: count for number, count in self._users.items() if number >= oldest}
-        users = {number: count - moved[number - oldest] for number, count in users.items()}
-        self._users = {**users, batch: users.get(batch, 0) + slots.size}
         self.last_use[slots] = batch
 
     def in_use(self, batch: int, past: int) -> int:
-        """Number of slots that are used by `batch` or the `past` (at most 3) batches before it."""
-        return int(sum(count for number, count in self._users.items() if number >= batch - past))
+        """Number of slots that `batch` or the `past` batches before it use. Looks at every slot."""
+        return int(np.count_nonzero(self.last_use >= max(batch - past, 1)))
 
     def foresee(self, batch: int, slots: Sequence[npt.NDArray[np.integer]]) -> None:
         """The batches after `batch` will use `slots[0]`, `slots[1]`, ..., in that order."""
@@ -65,6 +61,6 @@ class HoldWindow:
 
     def grow(self, slots: int) -> None:
         """Add unused slots, up to `slots` in all."""
-        added = np.full(slots - self.last_use.size, NEVER, np.int64)
+        added = np.full(slots - self.last_use.size, NEVER, np.int32)
         self.last_use = np.concatenate([self.last_use, added])
         self._next_use = np.concatenate([self._next_use, added])

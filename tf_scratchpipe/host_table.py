@@ -82,7 +82,7 @@ class HostTable:
                 self._undrawn = np.ones(self.shape[0], bool)
             else:
                 assert self._draw_all is not None
-                self._values = np.array(self._draw_all(), self.dtype)
+                self._values = np.require(self._draw_all(), self.dtype, "W")
         return self._values
 
     def _drawn(self, ids: Ints) -> Rows:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tf_scratchpipe.hold_window import NEVER
+from tf_scratchpipe.hold_window import NEVER, Numbers
 from tf_scratchpipe.plan import BatchPlan, Ints, Rows
 from tf_scratchpipe.planner import SlotPlanner
 
@@ -20,7 +20,7 @@ def check_hit_map(planner: SlotPlanner) -> None:
         raise HazardError("The Hit-Map names a slot that does not hold the row.")
 
 
-def check_victims(plan: BatchPlan, last_use: Ints, next_use: dict[int, int]) -> None:
+def check_victims(plan: BatchPlan, last_use: Numbers, next_use: dict[int, int]) -> None:
     """No victim is held by the plan's window.
 
     Args:

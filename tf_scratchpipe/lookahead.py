@@ -124,7 +124,10 @@ class _Lookahead:
         options = tf.data.Options()
         options.threading.private_threadpool_size = _POOL
         planned = planned.with_options(options)
-        return planned.apply(tf.data.experimental.assert_cardinality(self._source.cardinality()))
+        cardinality = self._source.cardinality()
+        if cardinality == tf.data.UNKNOWN_CARDINALITY:
+            return planned
+        return planned.apply(tf.data.experimental.assert_cardinality(cardinality))
 
     def _packed(self, *flat: tf.Tensor) -> Any:
         return tf.nest.pack_sequence_as(self._spec, flat, expand_composites=True)

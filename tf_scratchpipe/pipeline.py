@@ -14,7 +14,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from tf_scratchpipe.errors import AbandonedError, StallError
 from tf_scratchpipe.executor import EXECUTORS
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.plan import BatchPlan, Ints
+from tf_scratchpipe.planner import Looked
 from tf_scratchpipe.slot_group import SlotGroup, Transfer
 
 _live: "weakref.WeakSet[PipelineRun]" = weakref.WeakSet()
@@ -73,6 +74,7 @@ class Batch:
     number: int
     components: list[tf.Tensor | npt.NDArray[np.generic]]
     ids: list[list[Ints]]
+    looked: list[Looked] = dataclasses.field(default_factory=list)
     plans: list[BatchPlan] = dataclasses.field(default_factory=list)
     transfers: list[Transfer] = dataclasses.field(default_factory=list)
 
@@ -92,6 +94,11 @@ class PipelineSettings:
     future: int
     executor: str
     stall_seconds: float | None
+
+    @property
+    def window(self) -> int:
+        """Batches whose rows are held at the same time."""
+        return self.past + 1 + self.future
 
 
 class PipelineRun:
@@ -172,23 +179,28 @@ class PipelineRun:
     def _plan(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         window: collections.deque[Batch] = collections.deque()
         while True:
-            window.extend(_up_to(loaded, self._settings.future + 1 - len(window)))
+            new = _up_to(loaded, self._settings.future + 1 - len(window))
+            window.extend(new)
             if not window:
                 return
-            batch = window.popleft()
             with self._timed("plan"):
                 for number, feed in enumerate(self._feeds):
-                    upcoming = [later.ids[number] for later in window]
-                    self._plan_feed(batch, number, feed, upcoming)
+                    self._look(number, feed, window, new)
+                batch = window.popleft()
+                for number, feed in enumerate(self._feeds):
+                    self._plan_feed(batch, number, feed, [b.looked[number] for b in window])
             yield batch
 
-    def _plan_feed(
-        self, batch: Batch, number: int, feed: Feed, upcoming: Sequence[Sequence[Ints]]
-    ) -> None:
+    def _look(self, number: int, feed: Feed, window: Iterable[Batch], new: Sequence[Batch]) -> None:
+        feed.group.size([batch.ids[number] for batch in window], self._settings.window)
+        for batch in new:
+            batch.looked.append(feed.group.look(batch.ids[number]))
+
+    def _plan_feed(self, batch: Batch, number: int, feed: Feed, upcoming: Sequence[Looked]) -> None:
         group, ids = feed.group, batch.ids[number]
         plan = group.plan(
             self._bases[number] + batch.number,
-            ids,
+            batch.looked[number],
             upcoming,
             self._settings.past,
             self._settings.future,

@@ -45,8 +45,6 @@ class BatchPlan:
     """Slots that the storage must have by the time of Insert."""
     hits: int
     """Lookups, duplicates counted, whose row was in the cache or on its way there."""
-    held: int
-    """Slots that the batch and the `past` batches before it use."""
 
     @property
     def lookups(self) -> int:

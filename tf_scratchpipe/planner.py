@@ -11,6 +11,7 @@ Stages may be at different batches, so the two waits are in every plan: with a f
 over before Collect comes to them.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -46,7 +47,8 @@ class SlotPlanner:
 
     ```python
     planner = SlotPlanner(rows=100, slots=4)
-    plan = planner.plan(1, [np.array([7, 8, 7])], upcoming=[[np.array([8, 9])]])
+    batches = [planner.look([ids]) for ids in (np.array([7, 8, 7]), np.array([8, 9]))]
+    plan = planner.plan(1, batches[0], upcoming=batches[1:])
     ```
     """
 
@@ -75,11 +77,20 @@ class SlotPlanner:
         """Number of slots so far."""
         return self.hit_map.slots
 
+    def look(self, ids: Sequence[Ints]) -> "Looked":
+        """Look a batch up ahead of time, for `plan`.
+
+        Args:
+            ids: Arrays of ids of any shape, all of them valid.
+        """
+        flat = _flat(ids)
+        return Looked(tuple(ids), flat, self.hit_map.lookup(flat))
+
     def plan(
         self,
         batch: int,
-        ids: Sequence[Ints],
-        upcoming: Sequence[Sequence[Ints]] = (),
+        looked: "Looked",
+        upcoming: Sequence["Looked"] = (),
         past: int = PAST,
         future: int = FUTURE,
     ) -> BatchPlan:
@@ -87,27 +98,30 @@ class SlotPlanner:
 
         Args:
             batch: Its number, greater than the last one's.
-            ids: Arrays of ids of any shape, all of them valid.
-            upcoming: The same for the batches after it, the next one first.
+            looked: The batch, as `look` returned it some batches ago or just now.
+            upcoming: The batches after it, the next one first.
             past: Number of batches before it whose slots are held.
             future: Number of batches after it whose slots are held, as far as `upcoming` says.
 
         Raises:
             TooFewSlotsError: The batch, with the batches before it that must be held in any case,
-                has more distinct rows than there are slots. Nothing has changed then.
+                has more distinct rows than there are slots. No row has moved then.
         """
-        flat = _flat(ids)
-        found = self.hit_map.lookup(flat)
-        misses = self.hit_map.distinct_misses(flat, found)
-        hits = found[found >= 0]
-        hit_slots = self._distinct(hits)
+        flat = looked.flat
+        slots, missing = self._found(looked)
+        hit_slots = self._distinct(slots[~missing] if missing.any() else slots)
         self.window.use(hit_slots, batch)
-        new, victims, windows = self._make_room(batch, misses.size, upcoming, past, future)
+        misses, places = self.hit_map.distinct(flat[missing])
+        try:
+            new, victims, windows = self._make_room(batch, misses.size, upcoming, past, future)
+        except TooFewSlotsError:
+            self.hit_map.unbind(misses)
+            raise
         self.replacement.use(hit_slots, batch)
         victim_ids = self.hit_map.id_of[victims]
         after_trained = int(self.window.last_use[victims].max()) if victims.size else -1
         fill_slots = np.concatenate([new, victims])
-        self.hit_map.unbind(victim_ids, victims)
+        self.hit_map.unbind(victim_ids)
         self.hit_map.bind(misses, fill_slots)
         self.window.use(fill_slots, batch)
         self.replacement.fill(fill_slots, batch)
@@ -115,9 +129,10 @@ class SlotPlanner:
         if victims.size:
             self._written_back.append((batch, batch + min(windows[1], len(upcoming))))
         self.batch = batch
+        slots[missing] = fill_slots[places]
         return BatchPlan(
             batch=batch,
-            slots=tuple(frozen(self.hit_map.lookup(array)) for array in ids),
+            slots=_shaped(slots, looked.ids),
             fill_ids=frozen(misses),
             fill_slots=frozen(fill_slots),
             victim_ids=frozen(victim_ids),
@@ -127,9 +142,17 @@ class SlotPlanner:
             after_trained=after_trained,
             after_inserted=after_inserted,
             capacity=self.slots,
-            hits=hits.size,
-            held=self.window.in_use(batch, windows[0]),
+            hits=flat.size - int(np.count_nonzero(missing)),
         )
+
+    def _found(self, looked: "Looked") -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """The slot of each lookup, and which lookups have none."""
+        slots, missing = looked.slots, ~self.hit_map.holds(looked.flat, looked.slots)
+        if missing.any():  # Rows may have come, or gone and come back, since they were looked up.
+            slots = slots.copy()
+            slots[missing] = self.hit_map.lookup(looked.flat[missing])
+            missing = slots < 0
+        return slots.astype(np.int64), missing
 
     def undo(self, plan: BatchPlan) -> None:
         """Take the latest plan back that has not been undone: its moves have not been made."""
@@ -153,15 +176,14 @@ class SlotPlanner:
         return slots
 
     def _make_room(
-        self, batch: int, count: int, upcoming: Sequence[Sequence[Ints]], past: int, future: int
+        self, batch: int, count: int, upcoming: Sequence["Looked"], past: int, future: int
     ) -> tuple[Ints, Ints, tuple[int, int]]:
         """Find `count` slots: free ones, then victims; and the window that was held for them."""
         new = self._take_free(count)
         missing = count - new.size
         if not missing:
             return new, _none(), (past, future)
-        foreseen = [self._cached(arrays) for arrays in upcoming[:future]]
-        self.window.foresee(batch, foreseen)
+        self._foresee(batch, upcoming[:future], past)
         parts = [self._victims(missing, batch, past, future)]
         missing -= parts[0].size
         if missing and self.slots < self.most_slots:
@@ -211,16 +233,37 @@ class SlotPlanner:
             self._waited = max(self._waited, *waits)
         return self._waited
 
-    def _cached(self, ids: Sequence[Ints]) -> npt.NDArray[np.int32]:
-        slots = self.hit_map.lookup(_flat(ids))
-        return slots[slots >= 0]
+    def _foresee(self, batch: int, upcoming: Sequence["Looked"], past: int) -> None:
+        """Mark the slots that the next batches need."""
+        found = [later.slots for later in upcoming]
+        if past < len(upcoming):
+            # Rows that came in since these batches were looked up are not all held by the past.
+            found = [self.hit_map.lookup(later.flat) for later in upcoming]
+        self.window.foresee(batch, [slots[slots >= 0] for slots in found])
 
-    def _distinct(self, slots: npt.NDArray[np.int32]) -> Ints:
+    def _distinct(self, slots: Ints) -> Ints:
         """Each slot once."""
         order = np.arange(slots.size, dtype=np.int32)
         self._scratch[slots] = order
-        distinct: Ints = slots[self._scratch[slots] == order].astype(np.int64)
+        distinct: Ints = slots[self._scratch[slots] == order]
         return distinct
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Looked:
+    """A batch as it was looked up at some time."""
+
+    ids: tuple[Ints, ...]
+    flat: Ints
+    slots: npt.NDArray[np.int32]
+    """For each lookup, the slot of its row then; negative if there was none."""
+
+
+def _shaped(slots: Ints, like: Sequence[Ints]) -> tuple[Ints, ...]:
+    """Parts of `slots` in the shapes of the arrays in `like`."""
+    ends = np.cumsum([array.size for array in like])
+    parts = np.split(slots, ends[:-1]) if len(like) > 1 else [slots]
+    return tuple(frozen(part.reshape(array.shape)) for part, array in zip(parts, like, strict=True))
 
 
 def _shorter(past: int, future: int) -> Iterator[tuple[int, int]]:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from tf_scratchpipe.plan import Ints
 
-Held: TypeAlias = Callable[[Ints], np.ndarray]
+Held: TypeAlias = Callable[[Ints], npt.NDArray[np.bool_]]
 """From slots to a mask: these must not be taken."""
 
 _GONE = -1
@@ -63,7 +64,7 @@ class LRU(Replacement):
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
-        self._last: Ints = np.full(slots, _GONE, np.int64)
+        self._last = np.full(slots, _GONE, np.int32)
         # An entry counts if its batch is still the last one of its slot.
         self._log: collections.deque[tuple[int, Ints]] = collections.deque()
         self._logged = 0
@@ -87,12 +88,11 @@ class LRU(Replacement):
             batch, slots = self._log.popleft()
             self._logged -= slots.size
             slots = slots[self._last[slots] == batch]
-            may_go = np.flatnonzero(~held(slots))[:count]
-            taken.append(slots[may_go])
-            count -= may_go.size
-            rest = np.delete(slots, may_go) if may_go.size else slots
-            if rest.size:
-                passed.append((batch, rest))
+            goes = _first(~held(slots), count)
+            taken.append(slots[goes])
+            count -= taken[-1].size
+            if taken[-1].size < slots.size:
+                passed.append((batch, slots[~goes]))
         for entry in reversed(passed):
             self._log.appendleft(entry)
             self._logged += entry[1].size
@@ -108,7 +108,8 @@ class LRU(Replacement):
 
     def grow(self, slots: int) -> None:  # noqa: D102
         super().grow(slots)
-        self._last = _lengthened(self._last, slots)
+        added = np.full(slots - self._last.size, _GONE, np.int32)
+        self._last = np.concatenate([self._last, added])
 
     def _compact(self) -> None:
         entries = [(batch, slots[self._last[slots] == batch]) for batch, slots in self._log]
@@ -148,10 +149,10 @@ class LFU(Replacement):
         while count > 0 and (later := [other for other in self._lines if other > line]):
             line = min(later)
             slots = self._still_in(line)
-            may_go = np.flatnonzero(~held(slots))[:count]
-            taken.append(slots[may_go])
-            count -= may_go.size
-            self._queue(line, np.delete(slots, may_go))
+            goes = _first(~held(slots), count)
+            taken.append(slots[goes])
+            count -= taken[-1].size
+            self._queue(line, slots[~goes])
         return _joined(taken)
 
     def give_back(self, slots: Ints, batch: int) -> None:  # noqa: D102
@@ -234,9 +235,12 @@ class Random(Replacement):
 POLICIES: dict[str, type[Replacement]] = {"lru": LRU, "lfu": LFU, "random": Random}
 
 
+def _first(mask: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:
+    """The mask with its first `count` marks only."""
+    if np.count_nonzero(mask) > count:
+        mask[np.flatnonzero(mask)[count:]] = False
+    return mask
+
+
 def _joined(parts: list[Ints]) -> Ints:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def _lengthened(array: Ints, size: int) -> Ints:
-    return np.concatenate([array, np.full(size - array.size, _GONE, np.int64)])

@@ -23,8 +23,9 @@ import tensorflow as tf
 from tf_scratchpipe import invariants
 from tf_scratchpipe.codes import MAX_SLOTS, SlotCodec
 from tf_scratchpipe.errors import TooFewSlotsError
+from tf_scratchpipe.hold_window import NEVER, Numbers
 from tf_scratchpipe.plan import BatchPlan, Ints, Rows
-from tf_scratchpipe.planner import FUTURE, PAST, SlotPlanner
+from tf_scratchpipe.planner import FUTURE, PAST, Looked, SlotPlanner
 from tf_scratchpipe.replacement import POLICIES
 from tf_scratchpipe.stats import CacheStats
 from tf_scratchpipe.table import Binding, CachedTable, Shadow
@@ -106,6 +107,11 @@ class SlotGroup:
         """Number of the last batch that was planned."""
         return self._planner.batch if self._planner else 0
 
+    def held(self) -> int:
+        """Slots that the last planned batch and those before it in the window use."""
+        with self.lock:
+            return self.planner.window.in_use(self.planned, PAST) if self._planner else 0
+
     def trained(self) -> int:
         """Number of the last batch that all tables are through with."""
         return min(int(table.applied.numpy()) for table in self.tables)
@@ -124,24 +130,54 @@ class SlotGroup:
 
     # ---- the stages ---------------------------------------------------------------------------
 
+    def size(self, batches: Sequence[Sequence[Ints]], window: int) -> None:
+        """Find out how many slots there should be, if nobody knows yet.
+
+        Args:
+            batches: Ids of the first batches.
+            window: Number of batches whose rows should have slots.
+        """
+        if self._planner is None:
+            most = self.settings.most_slots
+            slots = most if self.settings.num_slots else _first_size(batches, window, most)
+            if slots > MAX_SLOTS:
+                raise TooFewSlotsError(
+                    f"`num_slots` must be at most {MAX_SLOTS}. Received: num_slots="
+                    f"{self.settings.num_slots}, input_dim={self.settings.rows}. Pass a smaller "
+                    "`num_slots`."
+                )
+            policy = POLICIES[self.settings.replacement]
+            most = min(most, MAX_SLOTS)
+            self._planner = SlotPlanner(self.settings.rows, slots, most, replacement=policy)
+
+    def look(self, ids: Sequence[Ints]) -> Looked:
+        """Look a batch up ahead of its plan."""
+        with self.lock:
+            return self.planner.look(ids)
+
     def plan(
         self,
         batch: int,
-        ids: Sequence[Ints],
-        upcoming: Sequence[Sequence[Ints]],
+        looked: Looked,
+        upcoming: Sequence[Looked],
         past: int = PAST,
         future: int = FUTURE,
     ) -> BatchPlan:
         """Plan a batch."""
         with self.lock:
-            planner = self._ensure_planner(ids, upcoming, past + 1 + future)
-            before = planner.window.last_use.copy() if self.debug else None
-            plan = planner.plan(batch, ids, upcoming, past, future)
+            before = self.planner.window.last_use.copy() if self.debug else None
+            plan = self.planner.plan(batch, looked, upcoming, past, future)
             self._pending.append(plan)
             self.stats.count(plan, sum(t.row_bytes for t in self.tables), (past, future))
             if before is not None:
-                self._check(planner, plan, ids, upcoming, before)
+                self._check(plan, looked, upcoming, before)
             return plan
+
+    @property
+    def planner(self) -> SlotPlanner:
+        """The planner, once `size` was called."""
+        assert self._planner is not None
+        return self._planner
 
     def collect(self, plan: BatchPlan) -> Transfer:
         """Gather the rows that come in from the host, and those that go out from the device."""
@@ -216,8 +252,7 @@ class SlotGroup:
                 return
             while self._pending:
                 plan = self._pending.pop()
-                assert self._planner is not None
-                self._planner.undo(plan)
+                self.planner.undo(plan)
                 for table in self.tables:
                     # Collect may have been there already.
                     if plan.victim_slots.size:
@@ -244,7 +279,8 @@ class SlotGroup:
             batch = self.planned + 1
             oldest = self._admitted[0][0] if self._admitted else batch
             started = time.perf_counter()
-            plan = self.plan(batch, [ids], (), past=batch - oldest, future=0)
+            self.size([[ids]], 1)
+            plan = self.plan(batch, self.look([ids]), (), past=batch - oldest, future=0)
             self._admitted.append((batch, table, int(table.applied.numpy())))
             planned = time.perf_counter()
             transfer = self.collect(plan)
@@ -334,24 +370,6 @@ class SlotGroup:
 
     # ---- inside -------------------------------------------------------------------------------
 
-    def _ensure_planner(
-        self, ids: Sequence[Ints], upcoming: Sequence[Sequence[Ints]], window: int
-    ) -> SlotPlanner:
-        if self._planner is None:
-            most = self.settings.most_slots
-            slots = most if self.settings.num_slots else _first_size([ids, *upcoming], window, most)
-            if slots > MAX_SLOTS:
-                raise TooFewSlotsError(
-                    f"`num_slots` must be at most {MAX_SLOTS}. Received: num_slots="
-                    f"{self.settings.num_slots}, input_dim={self.settings.rows}. Pass a smaller "
-                    "`num_slots`."
-                )
-            policy = POLICIES[self.settings.replacement]
-            self._planner = SlotPlanner(
-                self.settings.rows, slots, min(most, MAX_SLOTS), replacement=policy
-            )
-        return self._planner
-
     def _from_host(self, table: CachedTable, ids: Ints, transfer: Transfer) -> list[Rows]:
         if not ids.size:
             return []
@@ -378,25 +396,18 @@ class SlotGroup:
         return ids[slots >= 0], slots[slots >= 0]
 
     def _check(
-        self,
-        planner: SlotPlanner,
-        plan: BatchPlan,
-        ids: Sequence[Ints],
-        upcoming: Sequence[Sequence[Ints]],
-        last_use: Ints,
+        self, plan: BatchPlan, looked: Looked, upcoming: Sequence[Looked], last_use: Numbers
     ) -> None:
         needed: dict[int, int] = {}
-        for distance, arrays in reversed(list(enumerate(upcoming, start=1))):
-            for array in arrays:
-                needed.update(dict.fromkeys(array.ravel().tolist(), plan.batch + distance))
-        last_use = np.concatenate([last_use, np.full(planner.slots - last_use.size, -1)])
-        invariants.check_hit_map(planner)
-        invariants.check_victims(plan, last_use, needed)
+        for distance, later in reversed(list(enumerate(upcoming, start=1))):
+            needed.update(dict.fromkeys(later.flat.tolist(), plan.batch + distance))
+        grown = np.full(self.planner.slots - last_use.size, NEVER, np.int32)
+        invariants.check_hit_map(self.planner)
+        invariants.check_victims(plan, np.concatenate([last_use, grown]), needed)
         for table in self.tables:
             if table.shadow is not None:
                 slots = np.concatenate([array.ravel() for array in plan.slots])
-                flat = np.concatenate([array.ravel() for array in ids])
-                table.shadow.expect(plan.batch, slots, flat)
+                table.shadow.expect(plan.batch, slots, looked.flat)
 
 
 class StagingBuffers:

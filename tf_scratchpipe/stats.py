@@ -8,9 +8,10 @@ from tf_scratchpipe.planner import STAGES
 
 @dataclasses.dataclass(slots=True)
 class CacheStats:
-    """Counts since the layer was built or `reset_stats` was called. Prints as text.
+    """Counts since the layer was built, or shares its slots. Prints as text.
 
-    Lookups count duplicates, fills and evictions count rows.
+    Lookups count duplicates, fills and evictions count rows. Layers that share their slots share
+    their counts, and all layers of a dataset share its seconds.
     """
 
     batches: int = 0
@@ -24,7 +25,7 @@ class CacheStats:
     evictions: int = 0
     """Rows written back to it."""
     held: int = 0
-    """Slots that the last planned batch and the batches before it in its window use."""
+    """Slots that the last planned batch and the batches before it in the window use."""
     slots: int = 0
     shortened: int = 0
     """Batches for which slots were too few to hold the whole window."""
@@ -65,7 +66,6 @@ class CacheStats:
         self.misses += plan.lookups - plan.hits
         self.fills += plan.fill_ids.size
         self.evictions += plan.victim_ids.size
-        self.held = plan.held
         self.slots = plan.capacity
         self.shortened += (plan.past, plan.future) != whole
         self.bytes_to_device += plan.fill_ids.size * row_bytes

@@ -1,0 +1,135 @@
+"""The cache changes nothing: bit by bit against the uncached table, and against numpy."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.scratchpipe import uncached
+from tests.scratchpipe.uncached import OPTIMIZERS, assert_same, outcome
+from tf_scratchpipe import lookahead
+
+EPOCHS = 2
+IDS, TARGETS = uncached.data()
+VALIDATION = uncached.data(5, seed=1)
+
+
+def _steps(drive):
+    """Eager steps take long: there are fewer of them."""
+    count = (40 if drive == "eager" else 150) * uncached.BATCH
+    return IDS[:count], TARGETS[:count]
+
+
+def _fitting(train):
+    return {
+        "x": train,
+        "epochs": EPOCHS,
+        "verbose": 0,
+        "validation_data": uncached.dataset(*VALIDATION),
+    }
+
+
+@functools.cache
+def _uncached(optimizer, drive):
+    fitting = _fitting(uncached.dataset(*_steps(drive)))
+    return uncached.train_uncached(optimizer, {"run_eagerly": drive == "eager"}, **fitting)
+
+
+# Each option meets each other one at least once.
+CASES = [
+    # optimizer, drive, executor, replacement, slots
+    ("sgd", "fit", "thread", "lru", 600),
+    ("sgd", "eager", "inline", "lfu", 130),
+    ("sgd", "several", "thread", "random", None),
+    ("momentum", "fit", "inline", "random", 130),
+    ("momentum", "several", "thread", "lfu", 600),
+    ("momentum", "eager", "thread", "lru", None),
+    ("nesterov", "several", "inline", "lru", 130),
+    ("nesterov", "fit", "thread", "lfu", None),
+    ("adagrad", "fit", "thread", "random", 600),
+    ("adagrad", "several", "inline", "lfu", 600),
+    ("adagrad", "eager", "thread", "random", 130),
+    ("adam", "fit", "thread", "lfu", 130),
+    ("adam", "eager", "inline", "lru", 600),
+    ("adam", "several", "thread", "lru", 600),
+    ("amsgrad", "fit", "inline", "lru", None),
+    ("schedule", "fit", "thread", "lru", 600),
+]
+COMPILING = {"fit": {}, "eager": {"run_eagerly": True}, "several": {"steps_per_execution": 5}}
+
+
+@pytest.mark.parametrize(("optimizer", "drive", "executor", "replacement", "slots"), CASES)
+def test_pipelined_training_is_bit_identical(optimizer, drive, executor, replacement, slots):
+    model, layer = uncached.cached_model(
+        optimizer, COMPILING[drive], num_slots=slots, replacement=replacement
+    )
+    ids, targets = _steps(drive)
+    train = uncached.dataset(ids, targets).apply(lookahead(model, executor=executor, debug=True))
+    history = model.fit(**_fitting(train)).history
+    assert_same(outcome(model, layer, history), _uncached(optimizer, drive))
+    stats = layer.stats()
+    assert stats.train_hits == stats.train_lookups == EPOCHS * ids.size
+    assert stats.evictions > (2_000 if drive == "eager" else 10_000)
+    assert (stats.shortened > 0) == (slots == 130)
+
+
+@pytest.mark.parametrize(
+    ("mode", "optimizer", "drive"),
+    [
+        ("synchronous", "sgd", "fit"),
+        ("synchronous", "adagrad", "several"),
+        ("synchronous", "adam", "eager"),
+        ("static", "momentum", "fit"),
+        ("static", "adam", "several"),
+        ("host", "adagrad", "fit"),
+        ("host", "nesterov", "several"),
+    ],
+)
+def test_the_other_modes_are_bit_identical(mode, optimizer, drive):
+    hot = {"hot_ids": np.arange(300)} if mode == "static" else {}
+    model, layer = uncached.cached_model(
+        optimizer, COMPILING[drive], num_slots=130, mode=mode, **hot
+    )
+    # In these modes look-ahead hands the data on as they are.
+    train = uncached.dataset(*_steps(drive)).apply(lookahead(model))
+    history = model.fit(**_fitting(train)).history
+    assert_same(outcome(model, layer, history), _uncached(optimizer, drive))
+    if mode == "synchronous":
+        assert layer.stats().evictions > (2_000 if drive == "eager" else 10_000)
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "synchronous"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_a_custom_loop_is_bit_identical(mode, optimizer):
+    model, layer = uncached.cached_model(optimizer, num_slots=600, mode=mode)
+    train = uncached.dataset(IDS, TARGETS).apply(lookahead(model, debug=True))
+
+    @tf.function(reduce_retracing=True)
+    def step(ids, targets):
+        with tf.GradientTape() as tape:
+            loss = keras.losses.mean_squared_error(targets, model(ids, training=True))
+            loss = tf.reduce_mean(loss)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    for _ in range(EPOCHS):
+        for ids, targets in train:
+            step(ids, targets)
+    expected = _uncached(optimizer, "fit")
+    assert_same(outcome(model, layer, expected.history), expected)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_same_as_numpy(optimizer):
+    ids, targets = IDS[: 60 * uncached.BATCH], TARGETS[: 60 * uncached.BATCH]
+    model, layer = uncached.cached_model(optimizer, num_slots=600)
+    start = [layer.get_table(), *model.get_weights()[1:]]
+    train = uncached.dataset(ids, targets).apply(lookahead(model))
+    history = model.fit(train, epochs=EPOCHS, verbose=0).history
+    done = outcome(model, layer, history)
+    expected = uncached.train_numpy(optimizer, ids, targets, EPOCHS, start)
+    for mine, theirs in zip(done.tables + done.dense, expected, strict=True):
+        # Float32 against float64 over 120 steps.
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
