@@ -33,7 +33,7 @@ SCRATCHPIPE_LAYERS = (
     ("replacement", "row_sampler"),
     ("planner",),
     ("invariants", "stats"),
-    ("keras_internals", "storage", "pooling", "row_optimizers", "table_variable"),
+    ("keras_internals", "tf_internals", "storage", "pooling", "row_optimizers", "table_variable"),
     ("initial_rows", "table"),
     ("slot_group",),
     ("lookup",),

@@ -8,16 +8,18 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tf_scratchpipe import keras_internals, pooling
+from tf_scratchpipe import keras_internals, pooling, tf_internals
 from tf_scratchpipe.codes import HIGHEST, LOWEST
 from tf_scratchpipe.engine import MODES, Engine, Mode
 from tf_scratchpipe.errors import check_ids
 from tf_scratchpipe.initial_rows import host_table
+from tf_scratchpipe.lookup import called
 from tf_scratchpipe.plan import Ints, Rows
 from tf_scratchpipe.replacement import POLICIES
 from tf_scratchpipe.row_optimizers import SHARED_SETTINGS, refuse_settings, row_optimizer
 from tf_scratchpipe.slot_group import SlotSettings
 from tf_scratchpipe.stats import CacheStats
+from tf_scratchpipe.storage import HOST_DEVICE
 from tf_scratchpipe.table_variable import TableVariable
 
 
@@ -199,7 +201,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 "`weights` need a combiner. Received: combiner=None. Pass combiner='sum', 'mean' "
                 "or 'sqrtn'."
             )
-        rows = tf.cast(self._rows(flat.ids, bool(training)), self.compute_dtype)
+        rows = tf.cast(self._rows(flat.ids, training), self.compute_dtype)
         if self.combiner is None:
             return flat.restore(rows)
         factors = None
@@ -211,10 +213,17 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             factors = kept if factors is None else kept * factors
         return flat.pool(rows, factors, self.combiner)
 
-    def _rows(self, ids: tf.Tensor, training: bool) -> tf.Tensor:
-        if not (training and self.trainable):
-            return self._engine.lookup.read(ids, frozen=training)
-        index = self._engine.lookup.index(ids)
+    def _rows(self, ids: tf.Tensor, training: bool | None) -> tf.Tensor:
+        lookup = self._engine.lookup
+        trap = tf.identity(self.embeddings.value)
+        # A model whose call has no `training` trains all the same, as all its layers do; and
+        # with `training=True` and no tape, nothing is trained.
+        recorded = tf_internals.is_recorded(trap)
+        if not self.trainable:
+            return lookup.read(ids, frozen=bool(training or recorded))
+        if not recorded:
+            return _untrained(trap, lookup.read(ids, frozen=False))
+        index = lookup.planned_index(ids) if training is False else lookup.index(ids)
 
         @tf.custom_gradient
         def trained(trap: tf.Tensor, index: tf.Tensor) -> Any:
@@ -222,9 +231,11 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 # No dense shape: nothing may make this a gradient of the whole table.
                 return tf.IndexedSlices(upstream, index), None
 
-            return self._engine.lookup.gather(index), gradient
+            return lookup.either(ids, index) if training is False else lookup.gather(
+                index
+            ), gradient
 
-        return trained(tf.identity(self.embeddings.value), index)
+        return trained(trap, index)
 
     def _unmasked(self, ids: tf.Tensor) -> tf.Tensor:
         """Mask over ids, plain or planned: not 0."""
@@ -278,7 +289,27 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             self.follow(optimizers[0])
         self.require_optimizer()
         indices = tf.cast(gradients.indices, tf.int64)
+        with tf.control_dependencies([self._assert_trained(indices)]):
+            indices = tf.identity(indices)
         self._engine.lookup.update(indices, gradients.values)
+
+    def _assert_trained(self, indices: tf.Tensor) -> tf.Tensor:
+        """Fails if rows were looked up in a way that cannot train them."""
+
+        def refuse() -> npt.NDArray[np.generic]:
+            raise ValueError(
+                f"The optimizer got gradients of layer '{self.name}' for rows that were looked up "
+                "with `training=False`, or in a function that was traced without a gradient tape. "
+                "Call the model with `training=True` under the tape to train it, or take the "
+                "layer's weight out of the variables that the optimizer moves."
+            )
+
+        with tf.device(HOST_DEVICE):
+            return tf.cond(
+                tf.reduce_all(indices >= 0),
+                lambda: tf.constant(True),
+                lambda: called(refuse, [], tf.bool, tf.TensorShape([])),
+            )
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Train the rows as this optimizer of the model does, unless they have their own.
@@ -422,3 +453,15 @@ def _as_tensor(inputs: Any) -> Any:
     if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
         return inputs
     return tf.convert_to_tensor(inputs)
+
+
+@tf.custom_gradient
+def _untrained(trap: tf.Tensor, rows: tf.Tensor) -> Any:
+    """The rows, with a gradient that the optimizer will refuse."""
+
+    def gradient(upstream: tf.Tensor) -> tuple[tf.IndexedSlices, None]:
+        return tf.IndexedSlices(
+            upstream, tf.fill(tf.shape(upstream)[:1], tf.constant(-1, tf.int64))
+        ), None
+
+    return tf.identity(rows), gradient

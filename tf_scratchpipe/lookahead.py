@@ -168,7 +168,7 @@ class _Lookahead:
         for pair in zip(self._readings, self._positions, strict=True):
             related = [part for part in parts if any(_related(pair, other) for other in part)]
             parts = [part for part in parts if part not in related]
-            parts.append([pair, *(other for part in related for other in part)])
+            parts.append([*(other for part in related for other in part), pair])
         return parts
 
 
@@ -262,8 +262,8 @@ def _position(reading: Reading, positions: dict[Path, tuple[int, Any]], inputs: 
     if reading.input_name is not None:
         # Keras matches a dictionary with a list of inputs by the inputs' names.
         candidates.append((reading.input_name,))
-    if len(positions) == 1 and reading.path == (0,):
-        candidates.append(())
+    # A model's only input may come without a name.
+    candidates.append(())
     for path in candidates:
         if path in positions:
             position, spec = positions[path]

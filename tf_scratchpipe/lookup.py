@@ -29,6 +29,12 @@ class Lookup(Protocol):
     def gather(self, index: tf.Tensor) -> tf.Tensor:
         """The rows there."""
 
+    def planned_index(self, ids: tf.Tensor) -> tf.Tensor:
+        """Where they are if the ids are planned, and negative numbers otherwise."""
+
+    def either(self, ids: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """The rows there, or where the index is negative those of the ids."""
+
     def read(self, ids: tf.Tensor, frozen: bool) -> tf.Tensor:
         """The rows of ids that will not be trained. `frozen`: in a training step all the same."""
 
@@ -126,6 +132,25 @@ class CachedLookup:
         )
         self.table.count_lookups(slots)
         return slots
+
+    def planned_index(self, ids: tf.Tensor) -> tf.Tensor:
+        """Slots of the plan, or -1 for plain ids."""
+        return tf.cond(
+            _planned(ids),
+            lambda: self._decoded(ids, advance=False),
+            lambda: tf.fill(tf.shape(ids), tf.constant(-1, tf.int64)),
+        )
+
+    def either(self, ids: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """Rows from the plan's slots; those of plain ids from wherever they are."""
+        shape = tf.TensorShape([None, self.table.dim])
+        rows = tf.cond(
+            _planned(ids),
+            lambda: self.gather(index),
+            lambda: called(self._read, [ids, self.table.applied], self.table.dtype, shape),
+        )
+        self.table.touch(rows)
+        return rows
 
     def gather(self, index: tf.Tensor) -> tf.Tensor:
         """The rows in these slots."""

@@ -152,9 +152,17 @@ class PinnedLookup:
         self.table.fill()
         return self.table.places(self._check.in_graph(ids))
 
+    def planned_index(self, ids: tf.Tensor) -> tf.Tensor:
+        """The same: nothing is planned, and all rows can be trained at any time."""
+        return self.index(ids)
+
     def gather(self, index: tf.Tensor) -> tf.Tensor:
         """The rows in these places."""
         return self.table.gather(index)
+
+    def either(self, ids: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """The rows in these places."""
+        return self.gather(index)
 
     def read(self, ids: tf.Tensor, frozen: bool) -> tf.Tensor:
         """The rows of the ids."""

@@ -97,7 +97,8 @@ class TableVariable(keras.Variable):
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
         # Not the table: a scalar for the tape to hold on to.
-        self._value = tf.Variable(0.0, trainable=self.trainable, dtype=self._dtype, name=self.name)
+        # Always watched, so that a layer may be frozen and thawed.
+        self._value = tf.Variable(0.0, trainable=True, dtype=self._dtype, name=self.name)
 
     def _refusal(self, action: str) -> str:
         return (
