@@ -178,10 +178,12 @@ class PipelineRun:
 
     def _plan(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         window: collections.deque[Batch] = collections.deque()
+        source = _Postponing(loaded)
         while True:
-            new = _up_to(loaded, self._settings.future + 1 - len(window))
+            new = source.take(self._settings.future + 1 - len(window))
             window.extend(new)
             if not window:
+                source.raise_error()
                 return
             with self._timed("plan"):
                 for number, feed in enumerate(self._feeds):
@@ -312,8 +314,33 @@ class PipelineRun:
             feed.group.stats.waited(waiting, awaited, seconds)
 
 
-def _up_to(batches: Iterator[Batch], count: int) -> list[Batch]:
-    return [batch for _, batch in zip(range(count), batches, strict=False)]
+class _Postponing:
+    """Batches from an iterator whose error waits until those before it are through.
+
+    Args:
+        batches: The iterator.
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._error: Exception | None = None
+
+    def take(self, count: int) -> list[Batch]:
+        """Up to `count` batches."""
+        taken: list[Batch] = []
+        try:
+            while len(taken) < count and self._error is None:
+                taken.append(next(self._batches))
+        except StopIteration:
+            pass
+        except Exception as error:
+            self._error = error
+        return taken
+
+    def raise_error(self) -> None:
+        """Raise what the iterator has raised."""
+        if self._error is not None:
+            raise self._error
 
 
 def _replaced(

@@ -11,6 +11,7 @@ carried out, so readers always find the true row.
 
 import collections
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -335,8 +336,8 @@ class SlotGroup:
                 rows = table.storage.gather(slots)
                 rows[number] = table.storage.to_device([table.host[number].gather(ids)])[0]
                 table.storage.scatter(slots, rows)
-            if table.shadow is not None and not number:
-                table.shadow.rows = values.copy()
+            if table.shadow is not None:
+                table.shadow.renew()
             self._version += 1
 
     def bind(self, table: CachedTable, binding: Binding) -> None:
@@ -366,7 +367,11 @@ class SlotGroup:
         with self.lock:
             self.debug = True
             for table in self.tables:
-                table.shadow = table.shadow or Shadow(table, self.get(table))
+                if table.shadow is None:
+                    read = functools.partial(self.get, table)
+                    table.shadow = Shadow(
+                        table, read, lambda slots: self.planner.hit_map.id_of[slots]
+                    )
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -405,7 +410,7 @@ class SlotGroup:
         invariants.check_hit_map(self.planner)
         invariants.check_victims(plan, np.concatenate([last_use, grown]), needed)
         for table in self.tables:
-            if table.shadow is not None:
+            if table.shadow is not None and self.run is not None:
                 slots = np.concatenate([array.ravel() for array in plan.slots])
                 table.shadow.expect(plan.batch, slots, looked.flat)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -195,15 +196,30 @@ class CachedTable(TrainedRows):
 class Shadow:
     """An uncached copy of a table that follows each step, to check the cache against.
 
+    Steps that were traced before there was a shadow are not followed: it is copied anew after them.
+
     Args:
         table: The table.
-        rows: Its rows at this moment.
+        read: Gives its rows at any time.
+        resident: Gives the rows that are in these slots, for batches that no plan announced.
     """
 
-    def __init__(self, table: CachedTable, rows: Rows) -> None:
-        self.rows = rows
-        self._table = weakref.ref(table)
+    def __init__(
+        self,
+        table: CachedTable,
+        read: Callable[[], Rows],
+        resident: Callable[[Ints], Ints],
+    ) -> None:
+        self._table = weakref.proxy(table)
+        self._read = read
+        self._resident = resident
+        self._rows = read()
+        self._followed = self._done()
         self._owners: dict[int, tuple[Ints, Ints]] = {}
+
+    def renew(self) -> None:
+        """The table was set."""
+        self._followed = -1
 
     def expect(self, batch: int, slots: Ints, ids: Ints) -> None:
         """A batch will look up rows `ids` in `slots`, says its plan."""
@@ -214,10 +230,12 @@ class Shadow:
         """The rows that a step reads, once they were found equal to the uncached ones."""
 
         def compare(slots: tf.Tensor, gathered: tf.Tensor) -> tf.Tensor:
-            batch, ids = self._ids(slots.numpy())
-            table = self._table()
-            name = table.name if table else ""
-            invariants.check_rows(batch, name, ids, gathered.numpy(), self.rows[ids])
+            if self._followed != self._done():
+                self._rows, self._followed = self._read(), self._done()
+            ids = self._ids(slots.numpy())
+            batch = self._done() + 1
+            uncached = self._rows[ids]
+            invariants.check_rows(batch, self._table.name, ids, gathered.numpy(), uncached)
             return tf.constant(True)
 
         with tf.control_dependencies([tf.py_function(compare, [slots, rows], tf.bool)]):
@@ -227,16 +245,21 @@ class Shadow:
         """Take a step's new rows over. Returns what the step has to wait for."""
 
         def follow(slots: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
-            batch, ids = self._ids(slots.numpy())
-            self.rows[ids] = new.numpy()
-            self._owners = {b: owners for b, owners in self._owners.items() if b >= batch}
+            self._rows[self._ids(slots.numpy())] = new.numpy()
+            done = self._done()
+            self._owners = {b: owners for b, owners in self._owners.items() if b > done + 1}
+            self._followed += 1
             return tf.constant(True)
 
         return tf.py_function(follow, [slots, rows], tf.bool)
 
-    def _ids(self, slots: Ints) -> tuple[int, Ints]:
-        """The number of the batch in training, and the rows that its plan says are in `slots`."""
-        table = self._table()
-        batch = int(table.applied.numpy()) + 1 if table else 0
+    def _done(self) -> int:
+        return int(self._table.applied.numpy())
+
+    def _ids(self, slots: Ints) -> Ints:
+        """The rows that the plan of the batch in training says are in `slots`."""
+        batch = self._done() + 1
+        if batch not in self._owners:
+            return self._resident(slots)
         known, ids = self._owners[batch]
-        return batch, ids[np.searchsorted(known, slots)]
+        return ids[np.searchsorted(known, slots)]
