@@ -1,7 +1,7 @@
 """The tf.data transformation."""
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -123,6 +123,8 @@ class _Lookahead:
             planned = planned.map(self._packed)
         options = tf.data.Options()
         options.threading.private_threadpool_size = _POOL
+        # There is nothing to tune, and an iterator may wait a minute for the tuner when it goes.
+        options.autotune.enabled = False
         planned = planned.with_options(options)
         cardinality = self._source.cardinality()
         if cardinality == tf.data.UNKNOWN_CARDINALITY:
@@ -143,7 +145,7 @@ class _Lookahead:
         finally:
             run.stop()
 
-    def _components(self) -> Iterator[list[tf.Tensor]]:
+    def _components(self) -> Generator[list[tf.Tensor]]:
         for element in self._source:
             yield _flat(element)
 

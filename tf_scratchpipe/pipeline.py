@@ -11,10 +11,11 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +113,7 @@ class PipelineRun:
 
     def __init__(
         self,
-        source: Iterator[list[tf.Tensor]],
+        source: Generator[list[tf.Tensor]],
         feeds: Sequence[Feed],
         settings: PipelineSettings,
     ) -> None:
@@ -151,6 +152,7 @@ class PipelineRun:
         """Stop, without waiting for the end of the stages: for a garbage collector's turn."""
         self._closed.set()
         self._executor.stop()
+        self._close_source()
 
     def close(self) -> None:
         """Stop, and take back what was planned and not carried out. May be called twice."""
@@ -163,18 +165,19 @@ class PipelineRun:
     # ---- stages -------------------------------------------------------------------------------
 
     def _load(self, _: Iterator[Batch]) -> Iterator[Batch]:
-        number = 0
-        while True:
-            with self._timed("load"):
-                components = next(self._source, None)
-                if components is None:
-                    return
-                number += 1
-                ids = [
-                    [self._ids(feature, components, number) for feature in feed.features]
-                    for feed in self._feeds
-                ]
-            yield Batch(number, list(components), ids)
+        try:
+            for number in itertools.count(1):
+                with self._timed("load"):
+                    components = next(self._source, None)
+                    if components is None:
+                        return
+                    ids = [
+                        [self._ids(feature, components, number) for feature in feed.features]
+                        for feed in self._feeds
+                    ]
+                yield Batch(number, list(components), ids)
+        finally:
+            self._close_source()
 
     def _plan(self, loaded: Iterator[Batch]) -> Iterator[Batch]:
         window: collections.deque[Batch] = collections.deque()
@@ -295,6 +298,11 @@ class PipelineRun:
                     "`stall_seconds` to `lookahead`."
                 )
         self._note_wait(*who, time.monotonic() - started)
+
+    def _close_source(self) -> None:
+        # An iterator of tf.data that is left to the garbage collector may take it a minute.
+        with contextlib.suppress(ValueError):  # The thread that is at it closes it itself.
+            self._source.close()
 
     # ---- small things -------------------------------------------------------------------------
 

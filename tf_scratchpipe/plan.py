@@ -26,7 +26,7 @@ class BatchPlan:
     slots: tuple[Ints, ...]
     """For each array of ids, the slots of its rows, in the same shape."""
     fill_ids: Ints
-    """Rows to bring in, each once, in the order in which the batch first needs them."""
+    """Rows to bring in, each once."""
     fill_slots: Ints
     """Where to put them. Free slots come first, the victims' after them."""
     victim_ids: Ints

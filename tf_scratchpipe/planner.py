@@ -93,6 +93,7 @@ class SlotPlanner:
         upcoming: Sequence["Looked"] = (),
         past: int = PAST,
         future: int = FUTURE,
+        least_past: int = 0,
     ) -> BatchPlan:
         """Decide where the rows of a batch go, and note that they are there.
 
@@ -102,19 +103,24 @@ class SlotPlanner:
             upcoming: The batches after it, the next one first.
             past: Number of batches before it whose slots are held.
             future: Number of batches after it whose slots are held, as far as `upcoming` says.
+            least_past: Number of batches before it whose slots are held in any case.
 
         Raises:
             TooFewSlotsError: The batch, with the batches before it that must be held in any case,
-                has more distinct rows than there are slots. No row has moved then.
+                has more distinct rows than there are slots. Nothing has changed then.
         """
         flat = looked.flat
         slots, missing = self._found(looked)
         hit_slots = self._distinct(slots[~missing] if missing.any() else slots)
-        self.window.use(hit_slots, batch)
         misses, places = self.hit_map.distinct(flat[missing])
+        used_before = self.window.last_use[hit_slots]
+        self.window.use(hit_slots, batch)
         try:
-            new, victims, windows = self._make_room(batch, misses.size, upcoming, past, future)
+            new, victims, windows = self._make_room(
+                batch, misses.size, upcoming, (past, future), least_past
+            )
         except TooFewSlotsError:
+            self.window.last_use[hit_slots] = used_before
             self.hit_map.unbind(misses)
             raise
         self.replacement.use(hit_slots, batch)
@@ -176,9 +182,15 @@ class SlotPlanner:
         return slots
 
     def _make_room(
-        self, batch: int, count: int, upcoming: Sequence["Looked"], past: int, future: int
+        self,
+        batch: int,
+        count: int,
+        upcoming: Sequence["Looked"],
+        window: tuple[int, int],
+        least_past: int,
     ) -> tuple[Ints, Ints, tuple[int, int]]:
         """Find `count` slots: free ones, then victims; and the window that was held for them."""
+        past, future = window
         new = self._take_free(count)
         missing = count - new.size
         if not missing:
@@ -190,9 +202,9 @@ class SlotPlanner:
             self._grow(self.slots + missing)
             more = self._take_free(missing)
             new, missing = np.concatenate([new, more]), missing - more.size
-        shortened = _shorter(past, future)
-        while missing and (window := next(shortened, None)):
-            past, future = window
+        shortened = _shorter(past, future, least_past)
+        while missing and (shorter := next(shortened, None)):
+            past, future = shorter
             parts.append(self._victims(missing, batch, past, future))
             missing -= parts[-1].size
         victims = np.concatenate(parts)
@@ -262,14 +274,14 @@ class Looked:
 def _shaped(slots: Ints, like: Sequence[Ints]) -> tuple[Ints, ...]:
     """Parts of `slots` in the shapes of the arrays in `like`."""
     ends = np.cumsum([array.size for array in like])
-    parts = np.split(slots, ends[:-1]) if len(like) > 1 else [slots]
+    parts = [slots] if len(like) == 1 else np.split(slots, ends)[: len(like)]
     return tuple(frozen(part.reshape(array.shape)) for part, array in zip(parts, like, strict=True))
 
 
-def _shorter(past: int, future: int) -> Iterator[tuple[int, int]]:
+def _shorter(past: int, future: int, least_past: int) -> Iterator[tuple[int, int]]:
     """Ever shorter windows: less of the future, then also less of the past."""
     yield from ((past, shorter) for shorter in reversed(range(future)))
-    yield from ((shorter, 0) for shorter in reversed(range(past)))
+    yield from ((shorter, 0) for shorter in reversed(range(least_past, past)))
 
 
 def _flat(ids: Sequence[Ints]) -> Ints:

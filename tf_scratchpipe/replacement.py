@@ -18,7 +18,7 @@ from tf_scratchpipe.plan import Ints
 Held: TypeAlias = Callable[[Ints], npt.NDArray[np.bool_]]
 """From slots to a mask: these must not be taken."""
 
-_GONE = -1
+_GONE = np.iinfo(np.int32).min
 
 
 class Replacement(abc.ABC):
@@ -70,6 +70,8 @@ class LRU(Replacement):
         self._logged = 0
 
     def use(self, slots: Ints, batch: int) -> None:  # noqa: D102
+        if not slots.size:
+            return
         self._last[slots] = batch
         self._log.append((batch, slots))
         self._logged += slots.size
@@ -96,14 +98,13 @@ class LRU(Replacement):
         for entry in reversed(passed):
             self._log.appendleft(entry)
             self._logged += entry[1].size
-        victims = _joined(taken)
-        self._last[victims] = _GONE
-        return victims
+        return _joined(taken)
 
     def give_back(self, slots: Ints, batch: int) -> None:  # noqa: D102
-        oldest = self._log[0][0] if self._log else batch
-        self._last[slots] = oldest
-        self._log.appendleft((oldest, slots))
+        # A number of their own, so that no later entry of one of these slots counts twice.
+        before = (self._log[0][0] if self._log else batch) - 1
+        self._last[slots] = before
+        self._log.appendleft((before, slots))
         self._logged += slots.size
 
     def grow(self, slots: int) -> None:  # noqa: D102

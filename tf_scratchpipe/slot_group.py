@@ -163,11 +163,12 @@ class SlotGroup:
         upcoming: Sequence[Looked],
         past: int = PAST,
         future: int = FUTURE,
+        least_past: int = 0,
     ) -> BatchPlan:
         """Plan a batch."""
         with self.lock:
             before = self.planner.window.last_use.copy() if self.debug else None
-            plan = self.planner.plan(batch, looked, upcoming, past, future)
+            plan = self.planner.plan(batch, looked, upcoming, past, future, least_past)
             self._pending.append(plan)
             self.stats.count(plan, sum(t.row_bytes for t in self.tables), (past, future))
             if before is not None:
@@ -281,7 +282,8 @@ class SlotGroup:
             oldest = self._admitted[0][0] if self._admitted else batch
             started = time.perf_counter()
             self.size([[ids]], 1)
-            plan = self.plan(batch, self.look([ids]), (), past=batch - oldest, future=0)
+            held = batch - oldest
+            plan = self.plan(batch, self.look([ids]), (), held, future=0, least_past=held)
             self._admitted.append((batch, table, int(table.applied.numpy())))
             planned = time.perf_counter()
             transfer = self.collect(plan)
