@@ -29,8 +29,8 @@ ECHO_LAYERS = (
 )
 SCRATCHPIPE_LAYERS = (
     ("plan",),
-    ("codes", "errors", "executor", "hit_map", "hold_window", "host_table"),
-    ("replacement", "row_sampler"),
+    ("codes", "executor", "hit_map", "hold_window", "host_table"),
+    ("errors", "replacement", "row_sampler"),
     ("planner",),
     ("invariants", "stats"),
     ("keras_internals", "tf_internals", "storage", "pooling", "row_optimizers", "table_variable"),

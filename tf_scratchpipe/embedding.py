@@ -1,5 +1,6 @@
 """The layer."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -132,10 +133,15 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         self.supports_masking = self.mask_zero
         # The rows move by a rule of ours, planned on the host, which XLA cannot compile.
         self.supports_jit = False
+        if isinstance(optimizer, dict):
+            optimizer = copy.deepcopy(optimizer)  # Keras takes it apart.
         self._row_optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
         if self._row_optimizer is not None:
             row_optimizer(self._row_optimizer)  # Refuses what it does not know.
         self.hot_ids = self._checked_hot_ids(hot_ids)
+        self._settings = SlotSettings(
+            self.input_dim, self.num_slots, self.replacement, self.mask_zero
+        )
         self._warned = False
 
     # ---- building -----------------------------------------------------------------------------
@@ -165,7 +171,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             self.name,
             rows,
             self.mode,
-            SlotSettings(self.input_dim, self.num_slots, self.replacement, self.mask_zero),
+            self._settings,
             oov_id=self.oov_id,
             hot_ids=self.hot_ids,
             device=self.storage_device,
@@ -179,6 +185,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             read=self._engine.get,
             write=self._engine.set,
             update=self._update,
+            touched=self._check_optimizers,
         )
         if self._row_optimizer is not None:
             self._engine.bind(self._row_optimizer, counts=False)
@@ -195,7 +202,9 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         """Look rows up."""
-        flat = pooling.flatten(_as_tensor(inputs))
+        inputs = _as_tensor(inputs)
+        self._check_rank(inputs.shape)
+        flat = pooling.flatten(inputs)
         if weights is not None and self.combiner is None:
             raise ValueError(
                 "`weights` need a combiner. Received: combiner=None. Pass combiner='sum', 'mean' "
@@ -206,16 +215,15 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             return flat.restore(rows)
         factors = None
         if weights is not None:
-            weights = _as_tensor(weights)
-            factors = tf.cast(pooling.flat_weights(weights, _as_tensor(inputs)), rows.dtype)
+            factors = tf.cast(pooling.flat_weights(_as_tensor(weights), inputs), rows.dtype)
         if self.mask_zero:
-            kept = tf.cast(self._unmasked(flat.ids), rows.dtype)
+            kept = tf.cast(unmasked(flat.ids, self._settings.codec.slot_bits), rows.dtype)
             factors = kept if factors is None else kept * factors
         return flat.pool(rows, factors, self.combiner)
 
     def _rows(self, ids: tf.Tensor, training: bool | None) -> tf.Tensor:
         lookup = self._engine.lookup
-        trap = tf.identity(self.embeddings.value)
+        trap = tf.identity(self.embeddings.trap)
         # A model whose call has no `training` trains all the same, as all its layers do; and
         # with `training=True` and no tape, nothing is trained.
         recorded = tf_internals.is_recorded(trap)
@@ -237,46 +245,41 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
         return trained(trap, index)
 
-    def _unmasked(self, ids: tf.Tensor) -> tf.Tensor:
-        """Mask over ids, plain or planned: not 0."""
-        if ids.dtype not in (tf.int32, tf.int64):
-            return tf.not_equal(ids, 0)
-        codec = self._engine.settings.codec
-        zero_bit = tf.bitwise.right_shift(tf.cast(ids, tf.int64) - LOWEST, codec.slot_bits) & 1
-        return tf.where(ids < HIGHEST, zero_bit == 0, ids != 0)
-
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Where the ids are not 0, with `mask_zero=True` and no combiner."""
-        if not self.mask_zero or self.combiner is not None:
+        if not self.mask_zero or self.combiner is not None or _is_ragged(inputs):
             return None
-        if isinstance(inputs, tf.RaggedTensor):
-            return None
-        return self._unmasked(tf.convert_to_tensor(inputs))
+        return Unmasked(self._settings.codec.slot_bits)(inputs)
 
     def compute_output_spec(
         self, inputs: Any, weights: Any = None, training: bool | None = None
     ) -> keras.KerasTensor:
         """Shape and dtype of the rows."""
         shape = self.compute_output_shape(inputs.shape)
-        ragged = getattr(inputs, "ragged", False) and (
-            self.combiner is None or len(inputs.shape) > 2
-        )
+        ragged = _is_ragged(inputs) and (self.combiner is None or len(inputs.shape) > 2)
         return keras.KerasTensor(shape, dtype=self.compute_dtype, ragged=ragged)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
         """Shape of the rows for ids of this shape."""
-        if self.combiner is not None and len(input_shape) < 2:
-            raise ValueError(
-                "With a combiner, ids need a last dimension to pool over. Received: "
-                f"combiner='{self.combiner}', inputs.shape={tuple(input_shape)}"
-            )
+        self._check_rank(input_shape)
         kept = input_shape if self.combiner is None else input_shape[:-1]
         return (*kept, self.output_dim)
 
+    def _check_rank(self, shape: Any) -> None:
+        if self.combiner is not None and len(shape) < 2:
+            raise ValueError(
+                "With a combiner, ids need a last dimension to pool over. Received: "
+                f"combiner='{self.combiner}', inputs.shape={tuple(shape)}"
+            )
+
     # ---- training -----------------------------------------------------------------------------
 
-    def _update(self, gradients: tf.IndexedSlices) -> None:
-        """Called by the optimizer in the place of overwriting the weight."""
+    def _check_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers that are at the weight now, the innermost first, if they may be.
+
+        Called when the weight is touched: some of what is refused here would fail on the way to
+        the update for reasons that nobody understands.
+        """
         optimizers = keras_internals.applying_optimizers()
         for optimizer in optimizers:
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -285,6 +288,11 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                     "policy 'mixed_bfloat16' or 'float32', without loss scaling."
                 )
             refuse_settings(optimizer, SHARED_SETTINGS)
+        return optimizers
+
+    def _update(self, gradients: tf.IndexedSlices) -> None:
+        """Called by the optimizer in the place of overwriting the weight."""
+        optimizers = self._check_optimizers()
         if optimizers:
             self.follow(optimizers[0])
         self.require_optimizer()
@@ -320,14 +328,16 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         if self._row_optimizer is None:
             self.engine.follow(optimizer)
 
-    @property
-    def optimizer(self) -> keras.optimizers.Optimizer | None:
-        """The optimizer that moves the rows, once it is known."""
+    def row_optimizer(self) -> keras.optimizers.Optimizer | None:
+        """The optimizer that moves the rows, once it is known.
+
+        Not a property, through which Keras would save the model's optimizer with the layer.
+        """
         return self._row_optimizer or (self._engine.optimizer if self.built else None)
 
     def require_optimizer(self) -> None:
         """Raise `ValueError` if it is not known how the rows are trained."""
-        if self.optimizer is None:
+        if self.row_optimizer() is None:
             raise ValueError(
                 f"Layer '{self.name}' does not know its row optimizer. Received: optimizer=None, "
                 'and no compiled model to take it from. Pass `optimizer="adagrad"` or the like to '
@@ -384,9 +394,13 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
     def load_own_variables(self, store: Any) -> None:
         """Load a saved table and its optimizer slots, or the weight of a Keras embedding."""
-        state = {key: store[key][()] for key in store}
+        state = {key: store[key][()] for key in store.keys()}  # noqa: SIM118 - all that it has.
         if "table" not in state and "0" in state:
             state["table"] = state["0"]
+        if "table" not in state:
+            raise ValueError(
+                f"There is no table saved for layer '{self.name}'. Received: {sorted(state)}"
+            )
         self.engine.load_state(state)
 
     def get_config(self) -> dict[str, Any]:
@@ -436,6 +450,39 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         return ids.astype(np.int64)
 
 
+@keras.saving.register_keras_serializable("tf_scratchpipe")
+class Unmasked(keras.Operation):
+    """From ids, plain or planned, to a mask: not 0.
+
+    Args:
+        slot_bits: Bits of a code that hold the slot.
+    """
+
+    def __init__(self, slot_bits: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.slot_bits = slot_bits
+
+    def call(self, ids: Any) -> tf.Tensor:
+        """The mask."""
+        return unmasked(tf.convert_to_tensor(ids), self.slot_bits)
+
+    def compute_output_spec(self, ids: Any) -> keras.KerasTensor:
+        """Its shape."""
+        return keras.KerasTensor(ids.shape, dtype="bool")
+
+
+def unmasked(ids: tf.Tensor, slot_bits: int) -> tf.Tensor:
+    """Mask over ids, plain or planned: not 0."""
+    if ids.dtype not in (tf.int32, tf.int64):
+        return tf.not_equal(ids, tf.cast(0, ids.dtype))
+    zero_bit = tf.bitwise.right_shift(tf.cast(ids, tf.int64) - LOWEST, slot_bits) & 1
+    return tf.where(ids < HIGHEST, zero_bit == 0, ids != 0)
+
+
+def _is_ragged(inputs: Any) -> bool:
+    return isinstance(inputs, tf.RaggedTensor) or bool(getattr(inputs, "ragged", False))
+
+
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value <= 0:
         raise ValueError(f"`{name}` must be a positive integer. Received: {name}={value}")
@@ -452,7 +499,9 @@ def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> Any:
 def _as_tensor(inputs: Any) -> Any:
     if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
         return inputs
-    return tf.convert_to_tensor(inputs)
+    tensor = tf.convert_to_tensor(inputs)
+    # Half floats are for numpy to read.
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.bfloat16, tf.float16) else tensor
 
 
 @tf.custom_gradient

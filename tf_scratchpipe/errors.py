@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tf_scratchpipe.codes import HIGHEST, LOWEST
+
 
 class BadIdError(ValueError):
     """An id that names no row: negative, too large, not a whole number."""
@@ -46,7 +48,7 @@ def check_ids(
             f"Ids of layer '{table}' must be whole numbers from 0 to input_dim - 1. "
             f"Received: {bad.size} bad ids in feature '{feature}'{where}, among them {shown}, "
             f"with input_dim={rows}. Correct the data, raise `input_dim`, or pass `oov_id` to "
-            "have them all looked up in one row."
+            "have them all looked up in one row." + _hint(bad)
         )
 
 
@@ -60,6 +62,16 @@ def bad_ids(ids: npt.NDArray[np.generic], rows: int) -> npt.NDArray[np.generic]:
     whole = (values >= 0) & (values < rows) & (np.floor(values) == values)
     bad: npt.NDArray[np.generic] = ids[~whole]
     return bad
+
+
+def _hint(bad: npt.NDArray[np.generic]) -> str:
+    low = bad.astype(np.float64)
+    if not ((low < HIGHEST) & (low >= LOWEST)).any():
+        return ""
+    return (
+        " If they come from `lookahead`: nothing may change planned ids on their way to the layer, "
+        'pad them or make them floats; declare inputs as keras.Input(..., dtype="int32").'
+    )
 
 
 def _distinct(values: npt.NDArray[np.generic]) -> Sequence[object]:

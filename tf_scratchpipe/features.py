@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tf_scratchpipe import keras_internals
-from tf_scratchpipe.embedding import ScratchPipeEmbedding
+from tf_scratchpipe.embedding import ScratchPipeEmbedding, Unmasked
 
 Path: TypeAlias = tuple[str | int, ...]
 """Keys that lead from the inputs of a model to one of them; empty if that is all there is."""
@@ -164,6 +164,8 @@ def _follow(
             within = keras_internals.model_nodes(inner)
             for position in positions:
                 yield from _follow(inner.inputs[position], seen, within, root, floats)
+        elif isinstance(reader, Unmasked):
+            continue  # It knows codes.
         elif (passed := _passed_on(node, seen)) is not None:
             for output in node.outputs:
                 yield from _follow(output, passed, nodes, root, floats)

@@ -1,6 +1,6 @@
 """How a step finds its rows: planned ids, plain ids, and ids that are wrong.
 
-A batch is planned if its first id is below every plain id; then all of them are codes. Plain ids
+A batch is planned if all of its ids are codes. Plain ids
 are served on the spot: with `training=True` their rows are brought into the cache first (the
 paper's straw-man), otherwise they are read wherever they are, without a change to anything.
 """
@@ -207,17 +207,23 @@ class CachedLookup:
             # Batches before a new run that were never trained will not be trained any more.
             resumed = (first > done + 1) & tf.reduce_all(numbers == first % codec.cycle)
             last = tf.where(resumed, first - 1, done)
-            due = tf.reduce_all(numbers == (last + 1) % codec.cycle)
-            again = tf.reduce_all(numbers == last % codec.cycle) if advance else tf.constant(False)
-            due &= tf.reduce_all(codes < HIGHEST)
-            with tf.control_dependencies([self._assert_due(due | again, numbers, last)]):
-                applied.assign(tf.where(due & advance, last + 1, last))
+            ahead = (numbers - last) % codec.cycle
+            # Where nothing is trained, batches may be left out, as those without ids are.
+            latest = codec.cycle // 2 if advance else 1
+            due = tf.reduce_all(ahead == ahead[0]) & (ahead[0] >= 1 - advance)
+            due &= ahead[0] <= latest
+            with tf.control_dependencies([self._assert_due(due, codes, numbers, last)]):
+                applied.assign(last + ahead[0] if advance else last)
                 return tf.bitwise.bitwise_and(offset, codec.slot_mask)
 
-    def _assert_due(self, due: tf.Tensor, numbers: tf.Tensor, done: tf.Tensor) -> tf.Operation:
+    def _assert_due(
+        self, due: tf.Tensor, codes: tf.Tensor, numbers: tf.Tensor, done: tf.Tensor
+    ) -> tf.Operation:
         """Fails unless the batch is due."""
 
-        def explain(numbers: Ints, done: Ints) -> npt.NDArray[np.generic]:
+        def explain(codes: Ints, numbers: Ints, done: Ints) -> npt.NDArray[np.generic]:
+            if not self.table.resumes_at.numpy() or np.unique(numbers).size > 1:
+                self.check(codes)  # No batch ever had these codes.
             cycle = self.group.settings.codec.cycle
             raise ValueError(
                 f"Layer '{self.table.name}' got a batch out of order. Expected: batch "
@@ -232,7 +238,7 @@ class CachedLookup:
         return tf.cond(
             due,
             lambda: tf.constant(True),
-            lambda: called(explain, [numbers, done], tf.bool, tf.TensorShape([])),
+            lambda: called(explain, [codes, numbers, done], tf.bool, tf.TensorShape([])),
         )
 
 
@@ -241,4 +247,4 @@ def _planned(ids: tf.Tensor) -> tf.Tensor:
     if ids.dtype not in (tf.int32, tf.int64):
         return tf.constant(False)
     with tf.device(HOST_DEVICE):
-        return tf.reduce_any(ids < HIGHEST)
+        return tf.reduce_all((ids < HIGHEST) & (ids >= LOWEST)) & (tf.size(ids) > 0)

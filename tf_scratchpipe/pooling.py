@@ -47,21 +47,51 @@ def flat_weights(weights: Any, ids: Any) -> tf.Tensor:
     Raises:
         ValueError: They are not in the ids' own structure.
     """
-    if type(weights) is not type(ids) and not (tf.is_tensor(weights) and tf.is_tensor(ids)):
-        raise ValueError(
-            "`weights` must have the structure of the ids. Received: weights of type "
-            f"{type(weights).__name__} for ids of type {type(ids).__name__}"
-        )
-    if isinstance(weights, tf.SparseTensor):
-        return weights.values
-    if isinstance(weights, tf.RaggedTensor):
-        return tf.reshape(weights.flat_values, [-1])
+    for kind in (tf.SparseTensor, tf.RaggedTensor):
+        if isinstance(weights, kind) != isinstance(ids, kind):
+            raise ValueError(
+                "`weights` must have the structure of the ids. Received: weights of type "
+                f"{type(weights).__name__} for ids of type {type(ids).__name__}"
+            )
     if not weights.shape.is_compatible_with(ids.shape):
         raise ValueError(
             "`weights` must have the shape of the ids. Received: weights of shape "
             f"{weights.shape} for ids of shape {ids.shape}"
         )
-    return tf.reshape(weights, [-1])
+    message = "`weights` must have the structure of the ids."
+    with tf.control_dependencies(_same_structure(weights, ids, message)):
+        if isinstance(weights, tf.SparseTensor):
+            return tf.identity(weights.values)
+        flat = weights.flat_values if isinstance(weights, tf.RaggedTensor) else weights
+        return tf.reshape(flat, [-1])
+
+
+def _same_structure(weights: Any, ids: Any, message: str) -> list[Any]:
+    """What fails in the step if two values of one kind have not the same structure."""
+    if isinstance(weights, tf.SparseTensor):
+        pairs = [(weights.indices, ids.indices)]
+    elif isinstance(weights, tf.RaggedTensor):
+        if weights.ragged_rank != ids.ragged_rank:
+            raise ValueError(
+                f"{message} Received: ragged ranks {weights.ragged_rank} for {ids.ragged_rank}"
+            )
+        pairs = list(zip(weights.nested_row_splits, ids.nested_row_splits, strict=True))
+    elif weights.shape.is_fully_defined() and ids.shape.is_fully_defined():
+        pairs = []
+    else:
+        pairs = [(tf.shape(weights), tf.shape(ids))]
+    checks = [tf.debugging.assert_equal(tf.shape(a), tf.shape(b), message) for a, b in pairs]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return [
+            check
+            for a, b in pairs
+            if (
+                check := tf.debugging.assert_equal(
+                    tf.cast(a, tf.int64), tf.cast(b, tf.int64), message
+                )
+            )
+            is not None
+        ]
 
 
 def _flat_dense(ids: tf.Tensor) -> Flat:

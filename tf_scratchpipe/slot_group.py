@@ -231,7 +231,8 @@ class SlotGroup:
     def start(self, run: Run) -> None:
         """Let a new run plan for this group; the one before is over."""
         self.close_run()
-        if self._plain:
+        ahead = max(int(table.applied.numpy()) for table in self.tables) > self.planned
+        if self._plain or ahead:  # Steps without ids are not planned.
             self.declare_trained()
         self.run = run
         self.inserted = self.planned
@@ -270,6 +271,11 @@ class SlotGroup:
 
         Its rows stay until `table` has moved them, which its counter tells.
         """
+        if not ids.size:
+            # Perhaps a batch of the run: without ids, a planned batch looks like a plain one.
+            if self.run is not None:
+                self.declare_trained_before(int(table.resumes_at.numpy()) - 1)
+            return np.zeros(0, np.int64)
         self.close_run()
         with self.lock:
             if not self._plain:

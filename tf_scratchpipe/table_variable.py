@@ -32,6 +32,7 @@ class TableVariable(keras.Variable):
         read: Gives the whole table.
         write: Sets the whole table.
         update: Moves the rows by their gradients.
+        touched: Called when Keras takes the variable up, to say whether it may.
     """
 
     def __init__(
@@ -44,12 +45,26 @@ class TableVariable(keras.Variable):
         read: Callable[[], Rows],
         write: Callable[[Rows], None],
         update: Callable[[tf.IndexedSlices], None],
+        touched: Callable[[], object],
     ) -> None:
         super().__init__("zeros", shape=shape, dtype=dtype, trainable=trainable, name=name)
         self.overwrite_with_gradient = True
         self._read = read
         self._write = write
         self._update = update
+        self._touched = touched
+
+    @property
+    def trap(self) -> tf.Variable:
+        """The scalar to which a tape attaches the gradient."""
+        return self._value
+
+    @property
+    def value(self) -> tf.Variable:
+        """The same, for Keras."""
+        if hasattr(self, "_touched"):  # It is not being made.
+            self._touched()
+        return self._value
 
     def assign(self, value: Any) -> None:
         """Set the table, or move its rows if this is the gradient."""
@@ -106,3 +121,20 @@ class TableVariable(keras.Variable):
             "a computation. Call the layer to look rows up; `layer.get_table()` and "
             "`layer.set_table(values)` copy the whole table."
         )
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def operator(self: TableVariable, *_: Any) -> Any:
+        raise ValueError(self._refusal("read as a tensor in"))
+
+    operator.__name__ = name
+    operator.__doc__ = "Refused: the table is not a tensor."
+    return operator
+
+
+# Keras computes with a variable's value, which stands for nothing here.
+for _name in """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul
+    neg pos abs lt le gt ge
+""".split():
+    setattr(TableVariable, f"__{_name}__", _refused(_name))

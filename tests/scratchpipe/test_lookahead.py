@@ -234,7 +234,7 @@ def test_the_model_may_be_compiled_anew():
     model.fit(data, verbose=0)
     model.compile(keras.optimizers.Adam(0.1), "mse")
     model.fit(data, verbose=0)
-    assert model.layers[1].optimizer is model.optimizer
+    assert model.layers[1].row_optimizer() is model.optimizer
     assert model.layers[1].stats().batches == 10
 
 
