@@ -5,7 +5,8 @@ k + 1/2, which is the continuous law between two midpoints; its inverse is a for
 costs two powers and no table. Ranks are spread over the table by a bijection, so that hot rows are
 not neighbours.
 
-The three classes are those of ScratchPipe's evaluation. Their hottest 2% of 10M rows take 2.0%,
+These are three of the four classes of ScratchPipe's evaluation; the fourth ("low") is between the
+first two. Their hottest 2% of 10M rows take 2.0%,
 35.0% and 80.2% of the lookups by the formula (paper's classes: 2%, 35%, 80%); of 10M draws with
 seed 0 they took 2.0%, 35.0% and 80.2%. `python benchmarks/scratchpipe_ids.py` prints both.
 """

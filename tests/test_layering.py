@@ -34,7 +34,7 @@ SCRATCHPIPE_LAYERS = (
     ("planner",),
     ("invariants", "stats"),
     ("keras_internals", "tf_internals", "storage", "pooling", "row_optimizers", "table_variable"),
-    ("initial_rows", "table"),
+    ("initial_rows", "masks", "table", "transfers"),
     ("slot_group",),
     ("lookup",),
     ("pinned", "counting"),

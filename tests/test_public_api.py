@@ -8,20 +8,28 @@ import sys
 import pytest
 
 import tf_echo
+import tf_scratchpipe
 
-NAMES = """
-    CostModel EchoOptimizer EchoWarning GraphView MeasuredCost PeakMemory RecomputePlan
-    RegionDecision RooflineCost UnitCost explain measure_costs parse_view report
-""".split()
+NAMES = {
+    tf_echo: """
+        CostModel EchoOptimizer EchoWarning GraphView MeasuredCost PeakMemory RecomputePlan
+        RegionDecision RooflineCost UnitCost explain measure_costs parse_view report
+    """.split(),
+    tf_scratchpipe: """
+        AbandonedError BadIdError CacheStats HazardError ScratchPipeEmbedding StallError
+        TooFewSlotsError count_ids lookahead
+    """.split(),
+}
 
 
-def test_the_public_names():
-    assert sorted(tf_echo.__all__) == sorted(NAMES)
+@pytest.mark.parametrize("package", NAMES)
+def test_the_public_names(package):
+    assert sorted(package.__all__) == sorted(NAMES[package])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_everything_public_is_described(name):
-    item = getattr(tf_echo, name)
+@pytest.mark.parametrize(("package", "name"), [(p, n) for p, names in NAMES.items() for n in names])
+def test_everything_public_is_described(package, name):
+    item = getattr(package, name)
     undescribed = [f"{name}.{n}" for n, m in _own_members(item) if not inspect.getdoc(m)]
     assert inspect.getdoc(item)
     assert undescribed == []
@@ -39,14 +47,24 @@ def _own_members(item: object) -> list[tuple[str, object]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["EchoOptimizer", "explain", "report"])
-def test_every_argument_is_described(name):
-    item = getattr(tf_echo, name)
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        (tf_echo, "EchoOptimizer"),
+        (tf_echo, "explain"),
+        (tf_echo, "report"),
+        (tf_scratchpipe, "ScratchPipeEmbedding"),
+        (tf_scratchpipe, "lookahead"),
+        (tf_scratchpipe, "count_ids"),
+    ],
+)
+def test_every_argument_is_described(package, name):
+    item = getattr(package, name)
     described = inspect.getdoc(item)
     arguments = [
         p
         for p in inspect.signature(item.__init__ if inspect.isclass(item) else item).parameters
-        if p != "self"
+        if p not in ("self", "name", "kwargs")
     ]
     assert [a for a in arguments if f"{a}: " not in described] == []
 
@@ -64,27 +82,56 @@ def test_the_signature_of_the_optimizer():
     }
 
 
-def test_the_types_are_marked():
-    assert (pathlib.Path(tf_echo.__path__[0]) / "py.typed").exists()
+def test_the_signature_of_the_embedding():
+    parameters = list(
+        inspect.signature(tf_scratchpipe.ScratchPipeEmbedding.__init__).parameters.values()
+    )[1:-1]
+    defaults = {p.name: p.default for p in parameters}
+    assert list(defaults)[:2] == ["input_dim", "output_dim"]
+    assert dict(list(defaults.items())[2:11]) == {
+        "num_slots": None,
+        "combiner": None,
+        "optimizer": None,
+        "embeddings_initializer": "uniform",
+        "mode": "pipelined",
+        "replacement": "lru",
+        "mask_zero": False,
+        "oov_id": None,
+        "name": None,
+    }
 
 
-PLAIN = """
-    graph_view op_traits regions memory_model cost_model planner plan evaluation gating report
-""".split()
+@pytest.mark.parametrize("package", NAMES)
+def test_the_types_are_marked(package):
+    assert (pathlib.Path(package.__path__[0]) / "py.typed").exists()
+
+
+PLAIN = {
+    tf_echo: """
+        graph_view op_traits regions memory_model cost_model planner plan evaluation gating report
+    """.split(),
+    tf_scratchpipe: """
+        plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
+        invariants stats
+    """.split(),
+}
 
 # A stand-in for the package, so that its __init__, which does import TensorFlow, is not run.
 _IMPORT_ALONE = """
 import importlib, sys, types
-package = types.ModuleType("tf_echo")
-package.__path__ = [sys.argv[1]]
-sys.modules["tf_echo"] = package
-for name in sys.argv[2:]:
-    importlib.import_module("tf_echo." + name)
+name, path, *modules = sys.argv[1:]
+package = types.ModuleType(name)
+package.__path__ = [path]
+sys.modules[name] = package
+for module in modules:
+    importlib.import_module(f"{name}.{module}")
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"tensorflow", "keras"}))
 """
 
 
-def test_the_planning_modules_run_without_tensorflow():
-    arguments = [sys.executable, "-c", _IMPORT_ALONE, tf_echo.__path__[0], *PLAIN]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("package", PLAIN)
+def test_the_planning_modules_run_without_tensorflow(package):
+    arguments = [package.__name__, package.__path__[0], *PLAIN[package]]
+    command = [sys.executable, "-c", _IMPORT_ALONE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -20,7 +20,7 @@ HIGHEST = -(2**30)
 
 _BITS = 30
 _FEWEST_BATCH_BITS = 4  # One of them may be needed to mark zeros.
-MAX_SLOTS = 2 ** (_BITS - _FEWEST_BATCH_BITS)
+MAX_SLOTS = 1 << (_BITS - _FEWEST_BATCH_BITS)
 """More slots than this would leave too few batch numbers."""
 
 
@@ -33,7 +33,6 @@ class SlotCodec:
     ```python
     codec = SlotCodec.for_slots(1000)
     codes = codec.encode(ids, slots, batch=7)
-    codec.slots(codes), codec.batches(codes)
     ```
     """
 
@@ -65,11 +64,3 @@ class SlotCodec:
         """Codes of the `slots` of `ids` in batch number `batch`."""
         codes = slots + (LOWEST + ((batch % self.cycle) << self.batch_shift))
         return codes + ((ids == 0).astype(np.int64) << self.slot_bits) if self.marks_zero else codes
-
-    def slots(self, codes: Ints) -> Ints:
-        """The slots that the codes stand for."""
-        return (codes.astype(np.int64) - LOWEST) & self.slot_mask
-
-    def batches(self, codes: Ints) -> Ints:
-        """Their batch's number, modulo `cycle`."""
-        return (codes.astype(np.int64) - LOWEST) >> self.batch_shift

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_scratchpipe.errors import BadIdError
 from tf_scratchpipe.plan import Ints
 
 
@@ -21,6 +22,16 @@ def count_ids(dataset: tf.data.Dataset, feature: Any = (), most: int | None = No
 
     Returns:
         Array of distinct ids, the most frequent first; equally frequent ones by their number.
+
+    Raises:
+        BadIdError: An id is negative or no integer.
+
+    Example:
+
+    ```python
+    hot = tf_scratchpipe.count_ids(last_week, "item_id", most=100_000)
+    ScratchPipeEmbedding(10_000_000, 64, mode="static", hot_ids=hot)
+    ```
     """
     path = feature if isinstance(feature, tuple) else (feature,)
     counts = np.zeros(0, np.int64)
@@ -31,6 +42,11 @@ def count_ids(dataset: tf.data.Dataset, feature: Any = (), most: int | None = No
         values = part.flat_values if isinstance(part, tf.RaggedTensor) else part
         values = values.values if isinstance(values, tf.SparseTensor) else values
         ids = values.numpy().ravel()
+        if not np.issubdtype(ids.dtype, np.integer) or (ids.size and ids.min() < 0):
+            raise BadIdError(
+                f"Ids must be integers >= 0. Received: feature {feature!r} with dtype {ids.dtype}, "
+                f"least id {ids.min() if ids.size else None}"
+            )
         if ids.size and ids.max() >= counts.size:
             counts = np.pad(counts, (0, max(int(ids.max()) + 1 - counts.size, counts.size)))
         np.add.at(counts, ids, 1)

@@ -1,7 +1,8 @@
-"""The layer."""
+"""The layer that users see: Keras' side of an `Engine`."""
 
 import copy
 import warnings
+import weakref
 from typing import Any
 
 import keras
@@ -10,11 +11,12 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tf_scratchpipe import keras_internals, pooling, tf_internals
-from tf_scratchpipe.codes import HIGHEST, LOWEST
+from tf_scratchpipe.codes import MAX_SLOTS
 from tf_scratchpipe.engine import MODES, Engine, Mode
 from tf_scratchpipe.errors import check_ids
 from tf_scratchpipe.initial_rows import host_table
 from tf_scratchpipe.lookup import called
+from tf_scratchpipe.masks import Unmasked, unmasked
 from tf_scratchpipe.plan import Ints, Rows
 from tf_scratchpipe.replacement import POLICIES
 from tf_scratchpipe.row_optimizers import SHARED_SETTINGS, refuse_settings, row_optimizer
@@ -112,16 +114,20 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         for refused in ("embeddings_regularizer", "embeddings_constraint", "lora_rank"):
-            if kwargs.pop(refused, None) is not None:
+            if (value := kwargs.pop(refused, None)) is not None:
                 raise ValueError(
-                    f"ScratchPipeEmbedding does not support `{refused}`: it would read or write "
-                    "the whole table in each step. Leave it out."
+                    f"ScratchPipeEmbedding does not support `{refused}`: there is no tensor of "
+                    f"the whole table for it. Received: {refused}={value}. Leave it out."
                 )
         kwargs.pop("input_length", None)
         super().__init__(name=name, autocast=False, **kwargs)
         self.input_dim = _positive("input_dim", input_dim)
         self.output_dim = _positive("output_dim", output_dim)
         self.num_slots = None if num_slots is None else _positive("num_slots", num_slots)
+        if min(self.num_slots or 1, self.input_dim) > MAX_SLOTS:
+            raise ValueError(
+                f"`num_slots` must be at most {MAX_SLOTS}. Received: num_slots={num_slots}"
+            )
         self.combiner = _one_of("combiner", combiner, (None, *pooling.COMBINERS))
         self.mode = _one_of("mode", mode, MODES)
         self.replacement = _one_of("replacement", replacement, tuple(POLICIES))
@@ -143,6 +149,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             self.input_dim, self.num_slots, self.replacement, self.mask_zero
         )
         self._warned = False
+        self._checked: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
     # ---- building -----------------------------------------------------------------------------
 
@@ -154,6 +161,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 f"{type(tf.distribute.get_strategy()).__name__}. Build and train the model without "
                 "`strategy.scope()`."
             )
+        if isinstance(self.dtype_policy, keras.dtype_policies.QuantizedDTypePolicy):
+            raise ValueError(self._no_quantization(self.dtype_policy.name))
         if self.compute_dtype == "float16":
             raise ValueError(
                 f"Layer '{self.name}' cannot train under dtype policy '{self.dtype_policy.name}' "
@@ -282,12 +291,15 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         """
         optimizers = keras_internals.applying_optimizers()
         for optimizer in optimizers:
+            if optimizer in self._checked:
+                continue
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 raise ValueError(
                     f"Layer '{self.name}' cannot be trained under a LossScaleOptimizer. Use dtype "
                     "policy 'mixed_bfloat16' or 'float32', without loss scaling."
                 )
             refuse_settings(optimizer, SHARED_SETTINGS)
+            self._checked.add(optimizer)
         return optimizers
 
     def _update(self, gradients: tf.IndexedSlices) -> None:
@@ -380,6 +392,13 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         """What the cache has done so far. Print it."""
         return self.engine.stats()
 
+    def quantize(self, mode: str, *arguments: Any, **named: Any) -> None:
+        """Refused."""
+        raise ValueError(self._no_quantization(mode))
+
+    def _no_quantization(self, mode: str) -> str:
+        return f"ScratchPipeEmbedding cannot be quantized. Received: '{mode}'. Leave it out."
+
     # ---- saving -------------------------------------------------------------------------------
 
     def count_params(self) -> int:
@@ -446,37 +465,11 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         ids = np.asarray(hot_ids)[: self.num_slots]
         check_ids(ids, self.input_dim, self.name, "hot_ids", None)
         if np.unique(ids).size != ids.size:
-            raise ValueError("`hot_ids` must name each id once.")
+            raise ValueError(
+                f"`hot_ids` must name each id once. Received: {ids.size - np.unique(ids).size} "
+                "repetitions"
+            )
         return ids.astype(np.int64)
-
-
-@keras.saving.register_keras_serializable("tf_scratchpipe")
-class Unmasked(keras.Operation):
-    """From ids, plain or planned, to a mask: not 0.
-
-    Args:
-        slot_bits: Bits of a code that hold the slot.
-    """
-
-    def __init__(self, slot_bits: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.slot_bits = slot_bits
-
-    def call(self, ids: Any) -> tf.Tensor:
-        """The mask."""
-        return unmasked(tf.convert_to_tensor(ids), self.slot_bits)
-
-    def compute_output_spec(self, ids: Any) -> keras.KerasTensor:
-        """Its shape."""
-        return keras.KerasTensor(ids.shape, dtype="bool")
-
-
-def unmasked(ids: tf.Tensor, slot_bits: int) -> tf.Tensor:
-    """Mask over ids, plain or planned: not 0."""
-    if ids.dtype not in (tf.int32, tf.int64):
-        return tf.not_equal(ids, tf.cast(0, ids.dtype))
-    zero_bit = tf.bitwise.right_shift(tf.cast(ids, tf.int64) - LOWEST, slot_bits) & 1
-    return tf.where(ids < HIGHEST, zero_bit == 0, ids != 0)
 
 
 def _is_ragged(inputs: Any) -> bool:

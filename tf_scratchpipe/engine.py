@@ -161,7 +161,7 @@ class Engine:
         for number, name in enumerate(self.rows.slot_names, start=1):
             state[_SLOT_KEY + name] = self.get(number)
         for name, values in self.rows.loaded_slots.items():
-            state[_SLOT_KEY + name] = values
+            state.setdefault(_SLOT_KEY + name, values)
         if self.rows.binding is not None and not self.rows.binding.counts:
             state["iterations"] = self.rows.iterations.numpy()
         return state

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tf_scratchpipe import keras_internals
-from tf_scratchpipe.embedding import ScratchPipeEmbedding, Unmasked
+from tf_scratchpipe.embedding import ScratchPipeEmbedding
+from tf_scratchpipe.masks import Unmasked
 
 Path: TypeAlias = tuple[str | int, ...]
 """Keys that lead from the inputs of a model to one of them; empty if that is all there is."""

@@ -1,5 +1,6 @@
 """Rows in host memory."""
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -7,9 +8,12 @@ import numpy.typing as npt
 
 from tf_scratchpipe.plan import Ints, Rows
 
+_DRAWN_AT_ONCE = 2**16
+"""Rows; drawing takes several times their memory."""
+
 
 class HostTable:
-    """A table of rows, drawn at once or row by row when first needed.
+    """A table of rows, drawn at once or row by row when first needed. Threads may share it.
 
     Args:
         rows: Number of rows.
@@ -35,6 +39,7 @@ class HostTable:
         self._draw = draw
         self._values: Rows | None = None
         self._undrawn: npt.NDArray[np.bool_] | None = None
+        self._lock = threading.RLock()
 
     @classmethod
     def filled(cls, rows: int, dim: int, value: float, dtype: str = "float32") -> "HostTable":
@@ -45,26 +50,31 @@ class HostTable:
 
     def gather(self, ids: Ints, out: Rows | None = None) -> Rows:
         """Rows `ids` in that order, in `out` if it is given."""
-        values = self._drawn(ids)
+        with self._lock:
+            values = self._drawn(ids)
         # With "clip" numpy needs no buffer of its own; ids are known to be right.
         return np.take(values, ids, axis=0, out=out, mode="clip")
 
     def scatter(self, ids: Ints, rows: Rows) -> None:
         """Overwrite the rows `ids`, each named once."""
-        values = self._storage()
-        values[ids] = rows
-        if self._undrawn is not None:
-            self._undrawn[ids] = False
+        with self._lock:
+            self._storage()[ids] = rows
+            if self._undrawn is not None:
+                self._undrawn[ids] = False
 
     def whole(self) -> Rows:
         """All rows, not a copy."""
-        return self._drawn(np.arange(self.shape[0])) if self._lazy else self._storage()
+        with self._lock:
+            for start in range(0, self.shape[0], _DRAWN_AT_ONCE) if self._lazy else ():
+                self._drawn(np.arange(start, min(start + _DRAWN_AT_ONCE, self.shape[0])))
+            return self._storage()
 
     def assign(self, rows: Rows) -> None:
         """Overwrite all rows."""
-        self._values = np.array(rows, self.dtype)
-        self._undrawn = None
-        self._draw = None
+        with self._lock:
+            self._values = np.array(rows, self.dtype)
+            self._undrawn = None
+            self._draw = None
 
     def release(self) -> None:
         """Free the memory; whoever does has the rows, and will `assign` them."""
@@ -78,8 +88,8 @@ class HostTable:
     def _storage(self) -> Rows:
         if self._values is None:
             if self._lazy:
-                self._values = np.zeros(self.shape, self.dtype)
                 self._undrawn = np.ones(self.shape[0], bool)
+                self._values = np.zeros(self.shape, self.dtype)
             else:
                 assert self._draw_all is not None
                 self._values = np.require(self._draw_all(), self.dtype, "W")

@@ -1,4 +1,4 @@
-"""The tf.data transformation."""
+"""The `tf.data` transformation: from features to layers, and one pipeline for each iterator."""
 
 import collections
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -70,13 +70,17 @@ def lookahead(
             become TensorFlow errors with the same text, among them `BadIdError`, `TooFewSlotsError`
             and `StallError`.
     """
-    if past < 0 or future < 0:
+    if not all(_is_count(size) for size in (past, future)):
         raise ValueError(
             f"`past` and `future` must be integers >= 0. Received: past={past}, future={future}"
         )
     if executor not in EXECUTORS:
         raise ValueError(
             f"`executor` must be 'thread' or 'inline'. Received: executor={executor!r}"
+        )
+    if stall_seconds is not None and stall_seconds <= 0:
+        raise ValueError(
+            f"`stall_seconds` must be positive or None. Received: stall_seconds={stall_seconds}"
         )
     settings = PipelineSettings(past, future, executor, stall_seconds)
 
@@ -86,6 +90,10 @@ def lookahead(
         return _Lookahead(dataset, model, readings, settings, debug).dataset()
 
     return apply
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 class _Lookahead:
@@ -102,7 +110,6 @@ class _Lookahead:
         self._source = source
         self._model = model
         self._settings = settings
-        self._debug = debug
         self._spec = source.element_spec
         self._readings = [r for r in readings if r.layer.mode == "pipelined"]
         positions = _positions(self._inputs(), self._spec)
@@ -111,6 +118,9 @@ class _Lookahead:
         ]
         self._prepare_layers()
         self._plans = [_Shared(part) for part in self._parts()]
+        if debug:  # Now, for the steps that are traced from here on are the ones that are checked.
+            for shared in self._plans:
+                shared.group().watch()
 
     def dataset(self) -> tf.data.Dataset:
         """The dataset with planned ids."""
@@ -137,7 +147,7 @@ class _Lookahead:
     def _batches(self) -> Iterator[tuple[Any, ...]]:
         """One pass, as a generator."""
         self._follow_model_optimizer()
-        feeds = [shared.feed(self._debug) for shared in self._plans]
+        feeds = [shared.feed() for shared in self._plans]
         run = PipelineRun(self._components(), feeds, self._settings)
         try:
             for components in run:
@@ -179,6 +189,7 @@ class _Shared:
 
     def __init__(self, readings: Sequence[tuple[Reading, int]]) -> None:
         self._layers = list({id(r.layer): r.layer for r, _ in readings}.values())
+        self._readings_of = collections.Counter(id(reading.layer) for reading, _ in readings)
         first = self._layers[0]
         for layer in self._layers[1:]:
             agreed = [(one.engine.settings, one.oov_id) for one in (first, layer)]
@@ -202,12 +213,15 @@ class _Shared:
             for r, position in distinct.values()
         ]
 
-    def feed(self, debug: bool) -> Feed:
-        """What a pass over the data needs. The layers share one group from now on."""
-        group = shared_group([layer.engine for layer in self._layers])
-        if debug:
-            group.watch()
-        return Feed(group, self._features)
+    def group(self) -> SlotGroup:
+        """The group that the layers share from now on."""
+        return shared_group([layer.engine for layer in self._layers])
+
+    def feed(self) -> Feed:
+        """What a pass over the data needs."""
+        for layer in self._layers:
+            layer.engine.table.lookups_in_batch.assign(self._readings_of[id(layer)])
+        return Feed(self.group(), self._features)
 
 
 def shared_group(engines: Sequence[Engine]) -> SlotGroup:
@@ -249,8 +263,6 @@ def _leaves(structure: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """Nested specs in the order in which `tf.nest` flattens them."""
     if isinstance(structure, Mapping):
         items: list[tuple[Any, Any]] = sorted(structure.items())
-        if isinstance(structure, collections.OrderedDict):
-            items = list(structure.items())
     elif isinstance(structure, list | tuple):
         items = list(enumerate(structure))
     else:

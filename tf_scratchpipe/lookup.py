@@ -125,21 +125,23 @@ class CachedLookup:
 
     def index(self, ids: tf.Tensor) -> tf.Tensor:
         """Slots: those of the plan, or those that the rows are brought to now."""
-        slots = tf.cond(
-            _planned(ids),
-            lambda: self._decoded(ids, advance=False),
-            lambda: called(self._admit, [ids, self.table.applied], tf.int64, ids.shape),
-        )
-        self.table.count_lookups(slots)
-        return slots
+        with tf.device(HOST_DEVICE):
+            slots = tf.cond(
+                _planned(ids),
+                lambda: self._decoded(ids)[0],
+                lambda: called(self._admit, [ids, self.table.applied], tf.int64, ids.shape),
+            )
+        return self.table.counted(self.table.opened(slots))
 
     def planned_index(self, ids: tf.Tensor) -> tf.Tensor:
         """Slots of the plan, or -1 for plain ids."""
-        return tf.cond(
-            _planned(ids),
-            lambda: self._decoded(ids, advance=False),
-            lambda: tf.fill(tf.shape(ids), tf.constant(-1, tf.int64)),
-        )
+        with tf.device(HOST_DEVICE):
+            slots = tf.cond(
+                _planned(ids),
+                lambda: self._decoded(ids)[0],
+                lambda: tf.fill(tf.shape(ids), tf.constant(-1, tf.int64)),
+            )
+        return self.table.opened(slots)
 
     def either(self, ids: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
         """Rows from the plan's slots; those of plain ids from wherever they are."""
@@ -170,7 +172,22 @@ class CachedLookup:
 
     def update(self, index: tf.Tensor, gradients: tf.Tensor) -> None:
         """Move the rows in these slots."""
+        with tf.device(HOST_DEVICE):
+            once = tf.cond(
+                self.table.is_open(),
+                lambda: tf.constant(True),
+                lambda: called(self._twice, [], tf.bool, tf.TensorShape([])),
+            )
+            with tf.control_dependencies([once]):
+                index = tf.identity(index)
         self.table.update(index, gradients)
+
+    def _twice(self) -> npt.NDArray[np.generic]:
+        raise ValueError(
+            f"Gradients of layer '{self.table.name}' were applied twice for one lookup. Expected: "
+            "each batch is looked up, and its gradients are applied once, before the next one. "
+            "Its rows may have left the device after the first time."
+        )
 
     def _admit(self, ids: npt.NDArray[np.generic], _: Ints) -> Ints:
         self._on_plain()
@@ -180,7 +197,10 @@ class CachedLookup:
         return self.group.read(self.table, self.check(ids))
 
     def _frozen(self, ids: tf.Tensor) -> tf.Tensor:
-        return self.gather(self._decoded(ids, advance=True))
+        slots, batch = self._decoded(ids, skips=True)
+        rows = self.table.gather(slots)
+        self.table.count_frozen_lookup(batch, rows)
+        return rows
 
     def _refused(self, ids: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
         def refuse(ids: Ints) -> npt.NDArray[np.generic]:
@@ -192,12 +212,12 @@ class CachedLookup:
 
         return called(refuse, [ids], self.table.dtype, shape)
 
-    def _decoded(self, codes: tf.Tensor, advance: bool) -> tf.Tensor:
-        """Slots of a planned batch, if it is the next one.
+    def _decoded(self, codes: tf.Tensor, skips: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
+        """Slots of a planned batch and its number, if it is the next one.
 
         Args:
             codes: Its codes.
-            advance: The batch is over with this lookup, or with the first of several.
+            skips: Batches may be left out, as nothing is trained; those without ids are.
         """
         codec, applied = self.group.settings.codec, self.table.applied
         with tf.device(HOST_DEVICE), tf.control_dependencies([codes]):
@@ -208,13 +228,11 @@ class CachedLookup:
             resumed = (first > done + 1) & tf.reduce_all(numbers == first % codec.cycle)
             last = tf.where(resumed, first - 1, done)
             ahead = (numbers - last) % codec.cycle
-            # Where nothing is trained, batches may be left out, as those without ids are.
-            latest = codec.cycle // 2 if advance else 1
-            due = tf.reduce_all(ahead == ahead[0]) & (ahead[0] >= 1 - advance)
-            due &= ahead[0] <= latest
+            due = tf.reduce_all(ahead == ahead[0])
+            due &= ahead[0] < codec.cycle // 2 if skips else ahead[0] == 1
             with tf.control_dependencies([self._assert_due(due, codes, numbers, last)]):
-                applied.assign(last + ahead[0] if advance else last)
-                return tf.bitwise.bitwise_and(offset, codec.slot_mask)
+                applied.assign(last)
+                return tf.bitwise.bitwise_and(offset, codec.slot_mask), last + ahead[0]
 
     def _assert_due(
         self, due: tf.Tensor, codes: tf.Tensor, numbers: tf.Tensor, done: tf.Tensor

@@ -3,8 +3,7 @@
 Load, Plan, Collect, Exchange and Insert run here, each on another batch; Train is whoever takes the
 batches. There is no common clock. What the paper gets from its cycles, a stage gets by waiting: for
 the training of a batch whose row is to be written back, for the Insert that brings a row to the
-host before it is read again, and with a larger storage for all steps to be over. With a full window
-the first two are over before they are needed.
+host before it is read again, and with a larger storage for all steps to be over.
 """
 
 import atexit
@@ -22,11 +21,12 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tf_scratchpipe.errors import AbandonedError, StallError
-from tf_scratchpipe.executor import EXECUTORS
+from tf_scratchpipe.executor import EXECUTORS, Executor
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.plan import BatchPlan, Ints
 from tf_scratchpipe.planner import Looked
-from tf_scratchpipe.slot_group import SlotGroup, Transfer
+from tf_scratchpipe.slot_group import SlotGroup
+from tf_scratchpipe.transfers import Transfer
 
 _live: "weakref.WeakSet[PipelineRun]" = weakref.WeakSet()
 
@@ -39,8 +39,9 @@ def _close_all() -> None:
 
 
 _POLL_SECONDS = 0.0003
-_DROPPED_SECONDS = 5.0
-"""Batches that were sent out by an earlier pass and not trained for so long never will be."""
+_DROPPED_SECONDS = 20.0
+"""Batches that were sent out by an earlier pass and that nobody trained or evaluated anything for
+so long will not be trained any more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class PipelineRun:
         self._closed = threading.Event()
         self._exhausted = False
         self._lock = threading.Lock()
+        self._executor: Executor | None = None
         for feed in feeds:
             feed.group.start(self)
         self._bases = [feed.group.planned for feed in feeds]
@@ -134,11 +136,12 @@ class PipelineRun:
             ("exchange", self._exchange),
             ("insert", self._insert),
         ]
-        self._executor = EXECUTORS[settings.executor](stages, self._note_wait)
+        executor = EXECUTORS[settings.executor](stages, self._note_wait)
+        self._executor = executor
         _live.add(self)
 
     def __iter__(self) -> Iterator[list[tf.Tensor | npt.NDArray[np.generic]]]:
-        for batch in self._executor:
+        for batch in self._executor or ():
             yield batch.components
         if self._closed.is_set():
             raise AbandonedError(
@@ -151,13 +154,15 @@ class PipelineRun:
     def stop(self) -> None:
         """Stop, without waiting for the end of the stages: for a garbage collector's turn."""
         self._closed.set()
-        self._executor.stop()
+        if self._executor is not None:
+            self._executor.stop()
         self._close_source()
 
     def close(self) -> None:
         """Stop, and take back what was planned and not carried out. May be called twice."""
         self.stop()
-        self._executor.join()
+        if self._executor is not None:
+            self._executor.join()
         with self._lock:
             for feed in self._feeds:
                 feed.group.finish(self, self._exhausted)
@@ -249,6 +254,8 @@ class PipelineRun:
                     self._wait_for_training(number, transfer.plan.batch - 1, "insert", batch)
                 with self._timed("insert"):
                     feed.group.insert(transfer)
+                window = (self._settings.past, self._settings.future)
+                feed.group.warn_if_shortened(transfer.plan, window)
             yield batch
 
     # ---- waiting ------------------------------------------------------------------------------
@@ -261,9 +268,9 @@ class PipelineRun:
             if trained >= target:
                 return True
             before, since = self._late_since[number]
-            if trained != before or trained >= self._bases[number]:
+            if trained != before or trained >= self._bases[number] or group.in_a_step():
                 self._late_since[number] = trained, time.monotonic()
-            elif time.monotonic() - since > _DROPPED_SECONDS:
+            elif time.monotonic() - max(since, group.touched) > _DROPPED_SECONDS:
                 # An earlier pass has sent out batches that nobody trains.
                 group.declare_trained_before(self._bases[number])
             return False

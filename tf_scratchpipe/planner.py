@@ -7,8 +7,8 @@ its way back. Where slots are too few for the whole window it is shortened, firs
 of the future, then of the past; the plan says what Collect must wait for instead. Only a batch
 that needs more distinct rows than there are slots cannot be planned.
 
-Stages may be at different batches, so the two waits are in every plan: with a full window they are
-over before Collect comes to them.
+The paper's stages advance together, which makes both safe. Here they do not, so a plan says which
+training and which Insert its Collect has to wait for.
 """
 
 import dataclasses

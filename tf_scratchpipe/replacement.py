@@ -1,8 +1,9 @@
 """Which of the slots that may be taken is taken first (ScratchPipe, section VI-E).
 
 LRU is the paper's default; LFU and random are the others that it tries. All are exact, and none
-looks at every slot in a step: a policy keeps lists of slots as they were used and sorts out what
-has changed since when it comes to them. Over time each entry is looked at about once.
+looks at every slot in a step as a rule: a policy keeps lists of slots as they were used and sorts
+out what has changed since when it comes to them. Over time each entry is looked at about once.
+Random looks at all slots where hardly any of them may go.
 """
 
 import abc

@@ -10,26 +10,27 @@ carried out, so readers always find the true row.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
-import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tf_scratchpipe import invariants
 from tf_scratchpipe.codes import MAX_SLOTS, SlotCodec
-from tf_scratchpipe.errors import TooFewSlotsError
 from tf_scratchpipe.hold_window import NEVER, Numbers
 from tf_scratchpipe.plan import BatchPlan, Ints, Rows
 from tf_scratchpipe.planner import FUTURE, PAST, Looked, SlotPlanner
 from tf_scratchpipe.replacement import POLICIES
 from tf_scratchpipe.stats import CacheStats
 from tf_scratchpipe.table import Binding, CachedTable, Shadow
+from tf_scratchpipe.transfers import StagingBuffers, Transfer
 
 
 class Run(Protocol):
@@ -37,17 +38,6 @@ class Run(Protocol):
 
     def close(self) -> None:
         """Stop, and give back what was planned and not carried out."""
-
-
-@dataclasses.dataclass(slots=True)
-class Transfer:
-    """The rows of one batch on their way, for each table and each of its variables."""
-
-    plan: BatchPlan
-    version: int = -1
-    fills: list[list[Any]] = dataclasses.field(default_factory=list)
-    victims: list[list[Any]] = dataclasses.field(default_factory=list)
-    buffers: list[Rows] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,12 +59,16 @@ class SlotSettings:
     @property
     def most_slots(self) -> int:
         """Slots to which the group may grow. More than rows are of no use."""
-        return min(self.num_slots or self.rows, self.rows)
+        return min(self.num_slots or self.rows, self.rows, MAX_SLOTS)
 
     @property
     def codec(self) -> SlotCodec:
         """How slots are coded."""
-        return SlotCodec.for_slots(min(self.most_slots, MAX_SLOTS), self.marks_zero)
+        return SlotCodec.for_slots(self.most_slots, self.marks_zero)
+
+
+_starting = threading.Lock()
+"""Of two runs that start at a time, the second ends the first."""
 
 
 class SlotGroup:
@@ -93,13 +87,17 @@ class SlotGroup:
         self.run: Run | None = None
         self.inserted = 0
         self.touched = time.monotonic()
-        self.debug = False
+        self.debug = any(table.shadow is not None for table in self.tables)
+        for table in self.tables:
+            if table.shadow is not None:
+                table.shadow.reads_from(*self._sources(table))
         self._planner: SlotPlanner | None = None
         self._pending: collections.deque[BatchPlan] = collections.deque()
         self._version = 0
         self._buffers = StagingBuffers()
         self._admitted: list[tuple[int, CachedTable, int]] = []
         self._plain = False
+        self._warned = False
 
     # ---- numbers of batches -------------------------------------------------------------------
 
@@ -116,6 +114,10 @@ class SlotGroup:
     def trained(self) -> int:
         """Number of the last batch that all tables are through with."""
         return min(int(table.applied.numpy()) for table in self.tables)
+
+    def in_a_step(self) -> bool:
+        """Whether rows were looked up whose gradients have not been applied."""
+        return any(bool(table.is_open()) for table in self.tables)
 
     def declare_trained(self) -> None:
         """Batches that were planned and never trained will not be trained any more."""
@@ -141,14 +143,7 @@ class SlotGroup:
         if self._planner is None:
             most = self.settings.most_slots
             slots = most if self.settings.num_slots else _first_size(batches, window, most)
-            if slots > MAX_SLOTS:
-                raise TooFewSlotsError(
-                    f"`num_slots` must be at most {MAX_SLOTS}. Received: num_slots="
-                    f"{self.settings.num_slots}, input_dim={self.settings.rows}. Pass a smaller "
-                    "`num_slots`."
-                )
             policy = POLICIES[self.settings.replacement]
-            most = min(most, MAX_SLOTS)
             self._planner = SlotPlanner(self.settings.rows, slots, most, replacement=policy)
 
     def look(self, ids: Sequence[Ints]) -> Looked:
@@ -174,6 +169,20 @@ class SlotGroup:
             if before is not None:
                 self._check(plan, looked, upcoming, before)
             return plan
+
+    def warn_if_shortened(self, plan: BatchPlan, whole: tuple[int, int]) -> None:
+        """Say once that slots are too few for the whole window (batches before, batches after)."""
+        if (plan.past, plan.future) == whole or self._warned:
+            return
+        self._warned = True
+        names = ", ".join(f"'{table.name}'" for table in self.tables)
+        warnings.warn(
+            f"Slots of layers {names} are too few to hold the rows of {whole[0]} batches before "
+            f"and {whole[1]} after the one that is planned. Received: num_slots={plan.capacity}; "
+            f"batch {plan.batch} held {plan.past} and {plan.future}. The result is the same, but "
+            "training may wait for rows. Pass more `num_slots`, or None to have them found out.",
+            stacklevel=2,
+        )
 
     @property
     def planner(self) -> SlotPlanner:
@@ -209,12 +218,13 @@ class SlotGroup:
             if transfer.version != self._version:  # The table was set in the meantime.
                 transfer = self.collect(plan)
                 self.exchange(transfer)
-            for table, fills, out in zip(
-                self.tables, transfer.fills, transfer.victims, strict=True
-            ):
+            # What may fail comes before what cannot be taken back.
+            for table in self.tables:
+                table.grow(plan.capacity)
+            for table, out in zip(self.tables, transfer.victims, strict=True):
                 for host, rows in zip(table.host, out, strict=False):
                     host.scatter(plan.victim_ids, rows)
-                table.grow(plan.capacity)
+            for table, fills in zip(self.tables, transfer.fills, strict=True):
                 if fills:
                     table.storage.scatter(plan.fill_slots, fills)
                     table.tag(plan.fill_slots, plan.fill_ids)
@@ -230,6 +240,10 @@ class SlotGroup:
 
     def start(self, run: Run) -> None:
         """Let a new run plan for this group; the one before is over."""
+        with _starting:
+            self._start(run)
+
+    def _start(self, run: Run) -> None:
         self.close_run()
         ahead = max(int(table.applied.numpy()) for table in self.tables) > self.planned
         if self._plain or ahead:  # Steps without ids are not planned.
@@ -253,16 +267,21 @@ class SlotGroup:
         with self.lock:
             if self.run is not run:
                 return
-            while self._pending:
-                plan = self._pending.pop()
-                self.planner.undo(plan)
-                for table in self.tables:
-                    # Collect may have been there already.
-                    if plan.victim_slots.size:
-                        table.tag(plan.victim_slots, plan.victim_ids)
             self.run = None
+            while self._pending:
+                self._undo_last()
             if not exhausted:
                 self.declare_trained()
+
+    def _undo_last(self) -> None:
+        """Take the latest plan back. Its rows have not been inserted."""
+        plan = self._pending.pop()
+        self.planner.undo(plan)
+        for table in self.tables:
+            # Collect may have been there already; or the storage may not be so large yet.
+            there = plan.victim_slots < table.storage.slots
+            if there.any():
+                table.tag(plan.victim_slots[there], plan.victim_ids[there])
 
     # ---- without a pipeline -------------------------------------------------------------------
 
@@ -285,23 +304,32 @@ class SlotGroup:
                 entry for entry in self._admitted if int(entry[1].applied.numpy()) == entry[2]
             ]
             batch = self.planned + 1
-            oldest = self._admitted[0][0] if self._admitted else batch
-            started = time.perf_counter()
-            self.size([[ids]], 1)
-            held = batch - oldest
-            plan = self.plan(batch, self.look([ids]), (), held, future=0, least_past=held)
+            held = batch - (self._admitted[0][0] if self._admitted else batch)
+            with self.timed("plan"):
+                self.size([[ids]], 1)
+                plan = self.plan(batch, self.look([ids]), (), held, future=0, least_past=held)
+            try:
+                self._carry_out(plan)
+            except BaseException:
+                self._undo_last()
+                raise
             self._admitted.append((batch, table, int(table.applied.numpy())))
-            planned = time.perf_counter()
-            transfer = self.collect(plan)
-            collected = time.perf_counter()
-            self.exchange(transfer)
-            exchanged = time.perf_counter()
-            self.insert(transfer)
-            self.stats.spent("plan", planned - started)
-            self.stats.spent("collect", collected - planned)
-            self.stats.spent("exchange", exchanged - collected)
-            self.stats.spent("insert", time.perf_counter() - exchanged)
             return plan.slots[0]
+
+    def _carry_out(self, plan: BatchPlan) -> None:
+        with self.timed("collect"):
+            transfer = self.collect(plan)
+        with self.timed("exchange"):
+            self.exchange(transfer)
+        with self.timed("insert"):
+            self.insert(transfer)
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time that passes to a stage's."""
+        started = time.perf_counter()
+        yield
+        self.stats.spent(stage, time.perf_counter() - started)
 
     def read(self, table: CachedTable, ids: Ints) -> Rows:
         """The rows `ids` of one table, as they are trained so far."""
@@ -376,10 +404,11 @@ class SlotGroup:
             self.debug = True
             for table in self.tables:
                 if table.shadow is None:
-                    read = functools.partial(self.get, table)
-                    table.shadow = Shadow(
-                        table, read, lambda slots: self.planner.hit_map.id_of[slots]
-                    )
+                    table.shadow = Shadow(table, *self._sources(table))
+
+    def _sources(self, table: CachedTable) -> tuple[Callable[[], Rows], Callable[[Ints], Ints]]:
+        """Where a shadow finds the table's rows, and which rows are in some slots."""
+        return functools.partial(self.get, table), lambda slots: self.planner.hit_map.id_of[slots]
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -421,29 +450,6 @@ class SlotGroup:
             if table.shadow is not None and self.run is not None:
                 slots = np.concatenate([array.ravel() for array in plan.slots])
                 table.shadow.expect(plan.batch, slots, looked.flat)
-
-
-class StagingBuffers:
-    """Host arrays that rows pass through, used again and again."""
-
-    def __init__(self) -> None:
-        self._free: list[Rows] = []
-        self._lock = threading.Lock()
-
-    def take(self, rows: int, dim: int, dtype: str) -> Rows:
-        """An array of at least that many rows."""
-        with self._lock:
-            for i, buffer in enumerate(self._free):
-                fits = buffer.shape[0] >= rows and buffer.shape[1] == dim and buffer.dtype == dtype
-                if fits:
-                    return self._free.pop(i)
-        return np.empty((2 ** math.ceil(math.log2(max(rows, 16))), dim), dtype)
-
-    def give_back(self, buffers: list[Rows]) -> None:
-        """These may be used again."""
-        with self._lock:
-            # Smaller ones than these will not be asked for often.
-            self._free = sorted([*buffers, *self._free], key=len, reverse=True)[:32]
 
 
 def _first_size(batches: Sequence[Sequence[Ints]], window: int, most: int) -> int:

@@ -47,9 +47,10 @@ class Storage:
         with tf.device(self.device):
             for variable in self.variables:
                 added = tf.zeros((slots - self.slots, self._dim), self._dtype)
-                # Without old slots there is nothing to copy.
-                whole = tf.concat([variable, added], axis=0) if self.slots else added
-                variable.assign(whole)
+                # Without old slots there is nothing to copy. An earlier attempt may have failed
+                # halfway.
+                old = variable[: self.slots] if self.slots else None
+                variable.assign(added if old is None else tf.concat([old, added], axis=0))
         self.slots = slots
 
     def gather(self, slots: Ints | tf.Tensor) -> list[tf.Tensor]:

@@ -93,7 +93,8 @@ class TrainedRows:
         """Rows and slots after one step, given each row's summed gradient."""
         assert self.binding is not None
         optimizer = self.binding.optimizer
-        done = optimizer.iterations if self.binding.counts else self.iterations.read_value()
+        with tf.device(HOST_DEVICE):
+            done = optimizer.iterations if self.binding.counts else self.iterations.read_value()
         rate = ops.cast(keras_internals.learning_rate_at(optimizer, done), self.dtype)
         number = ops.cast(done + 1, self.dtype)
         return self.binding.formula.step(values, gradient, rate, number)
@@ -103,7 +104,9 @@ class TrainedRows:
 
         They touch a counter.
         """
-        with tf.control_dependencies([self.applied.read_value()]):
+        with tf.device(HOST_DEVICE):
+            done = self.applied.read_value()
+        with tf.control_dependencies([done]):
             return tf.identity(tensor)
 
     def touch(self, read: tf.Tensor) -> None:
@@ -121,7 +124,8 @@ class TrainedRows:
 
 def coalesced(slots: tf.Tensor, gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Each slot once, and the sum of its gradients."""
-    distinct, position = tf.unique(slots)
+    with tf.device(HOST_DEVICE):  # Where slots come from; how many there are is needed there.
+        distinct, position = tf.unique(slots)
     return distinct, tf.math.unsorted_segment_sum(gradients, position, tf.size(distinct))
 
 
@@ -138,6 +142,11 @@ class CachedTable(TrainedRows):
         super().__init__(name, rows)
         self.shadow: Shadow | None = None
         with tf.init_scope():
+            with tf.device(HOST_DEVICE):
+                self.looked_up = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self.lookups_in_batch = tf.Variable(1, dtype=tf.int64, trainable=False)
+                self._frozen_batch = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self._frozen_seen = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.storage = Storage(self.dim, self.dtype, device, name)
             with tf.device(device):
                 # The row in each slot, or -1; what a step finds here is a hit.
@@ -174,12 +183,40 @@ class CachedTable(TrainedRows):
         with tf.device(self.storage.device):
             return tf.gather(self.storage.variables[0], slots)
 
-    def count_lookups(self, slots: tf.Tensor) -> None:
-        """Count a training step's lookups and hits on the device."""
+    def opened(self, slots: tf.Tensor) -> tf.Tensor:
+        """A training step's slots, once it is noted that their gradients are to come."""
+        with tf.control_dependencies([slots]), tf.device(HOST_DEVICE):
+            opened = self.looked_up.assign(self.applied.read_value() + 1)
+            with tf.control_dependencies([opened]):
+                return tf.identity(slots)
+
+    def is_open(self) -> tf.Tensor:
+        """Whether rows were looked up whose gradients have not been applied."""
+        with tf.device(HOST_DEVICE):
+            return self.looked_up.read_value() == self.applied.read_value() + 1
+
+    def counted(self, slots: tf.Tensor) -> tf.Tensor:
+        """A training step's slots, once its lookups and hits are counted on the device.
+
+        Once the step is over the slots may be another batch's.
+        """
         with tf.device(self.storage.device):
             found = tf.gather(self.tags, slots) >= 0
-            self.train_lookups.assign_add(tf.size(slots, tf.int64))
-            self.train_hits.assign_add(tf.math.count_nonzero(found))
+            counts = [
+                self.train_lookups.assign_add(tf.size(slots, tf.int64)),
+                self.train_hits.assign_add(tf.math.count_nonzero(found)),
+            ]
+            with tf.control_dependencies(counts):
+                return tf.identity(slots)
+
+    def count_frozen_lookup(self, batch: tf.Tensor, rows: tf.Tensor) -> None:
+        """A batch that trains nothing is over once all features have been looked up."""
+        with tf.control_dependencies([rows]), tf.device(HOST_DEVICE):
+            seen = tf.where(self._frozen_batch == batch, self._frozen_seen + 1, 1)
+            over = seen >= self.lookups_in_batch
+            self._frozen_batch.assign(batch)
+            self._frozen_seen.assign(seen)
+            self.applied.assign(tf.where(over, batch, batch - 1))
 
     def update(self, slots: tf.Tensor, gradients: tf.Tensor) -> None:
         """Move the rows in `slots` by their gradients, each once."""
@@ -211,11 +248,15 @@ class Shadow:
         resident: Callable[[Ints], Ints],
     ) -> None:
         self._table = weakref.proxy(table)
-        self._read = read
-        self._resident = resident
+        self.reads_from(read, resident)
         self._rows = read()
         self._followed = self._done()
         self._owners: dict[int, tuple[Ints, Ints]] = {}
+
+    def reads_from(self, read: Callable[[], Rows], resident: Callable[[Ints], Ints]) -> None:
+        """Ask others, when the table is in another group."""
+        self._read = read
+        self._resident = resident
 
     def renew(self) -> None:
         """The table was set."""

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.scratchpipe import uncached
-from tf_scratchpipe import lookahead
+from tf_scratchpipe import ScratchPipeEmbedding, lookahead
 from tf_scratchpipe.slot_group import SlotGroup
 
 BATCHES = 12
@@ -304,7 +304,8 @@ def test_a_batch_that_is_too_large_is_an_error():
     with pytest.raises(tf.errors.OpError, match=r"`num_slots` is too small.*num_slots=60.*Pass"):
         model.fit(SOURCE.apply(lookahead(model)), verbose=0)
     model, layer = _model(needed)
-    model.fit(SOURCE.apply(lookahead(model, debug=True)), verbose=0)
+    with pytest.warns(UserWarning, match="too few to hold the rows of 3 batches before and 2"):
+        model.fit(SOURCE.apply(lookahead(model, debug=True)), verbose=0)
     _assert_trained_on(layer, EACH)
     assert layer.stats().shortened > 0
 
@@ -331,3 +332,27 @@ def test_a_frozen_layer_trains_the_rest():
     model.layers[-1].set_weights(_model()[0].layers[-1].get_weights())
     model.fit(SOURCE.apply(lookahead(model)), verbose=0)
     _assert_trained_on(layer, EACH)
+
+
+def test_a_frozen_layer_of_two_features_with_hardly_any_slots():
+    ids = np.random.default_rng(2).integers(0, 90, (400, 2, 3)).astype("int32")
+    inputs = [keras.Input((3,), dtype="int32", name=name) for name in "ab"]
+    layer = ScratchPipeEmbedding(90, 4, num_slots=24, optimizer="sgd", trainable=False)
+    rows = [keras.layers.Flatten()(layer(one)) for one in inputs]
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.concatenate(rows)))
+    model.compile("sgd", "mse")
+    table = layer.get_table()
+    # What the rows are shows in the loss: nothing else depends on them.
+    expected = np.concatenate(
+        [table[ids[:, 0]].reshape(400, -1), table[ids[:, 1]].reshape(400, -1)], 1
+    )
+    plain = keras.Sequential([keras.Input((24,)), keras.layers.Dense(1)])
+    plain.set_weights(model.get_weights()[:2])
+    plain.compile("sgd", "mse")
+    targets = np.ones((400, 1), "float32")
+    source = tf.data.Dataset.from_tensor_slices(((ids[:, 0], ids[:, 1]), targets)).batch(4)
+    history = model.fit(source.apply(lookahead(model)), epochs=2, verbose=0).history
+    wanted = plain.fit(expected, targets, batch_size=4, shuffle=False, epochs=2, verbose=0).history
+    np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-5)
+    assert layer.stats().evictions > 1000
+    assert layer.stats().shortened > 100

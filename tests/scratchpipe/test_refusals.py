@@ -117,7 +117,7 @@ def test_settings_of_the_models_optimizer(setting, mode):
     np.testing.assert_array_equal(layer.get_table(), start)
 
 
-@pytest.mark.parametrize("setting", set(SETTINGS) - {"weight_decay"})
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "weight_decay"])
 def test_settings_of_the_models_optimizer_that_would_not_reach_rows_with_their_own(setting):
     """Clipping, averages and scaling are of the step as a whole."""
     value = SETTINGS[setting]
