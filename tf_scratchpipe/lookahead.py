@@ -263,6 +263,13 @@ def _leaves(structure: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     """Nested specs in the order in which `tf.nest` flattens them."""
     if isinstance(structure, Mapping):
         items: list[tuple[Any, Any]] = sorted(structure.items())
+        if isinstance(structure, collections.OrderedDict) and items != list(structure.items()):
+            # tf.data flattens it by its keys, Keras by its order: layers get each other's features.
+            raise ValueError(
+                "Features must be in a dict, or an OrderedDict with sorted keys: Keras takes the "
+                f"values of others in another order. Received: keys {list(structure)}. Add "
+                "`.map(lambda x, *rest: (dict(x), *rest))` to the dataset."
+            )
     elif isinstance(structure, list | tuple):
         items = list(enumerate(structure))
     else:

@@ -1,5 +1,7 @@
 """Which features are replaced, in which structures, and who else may read them."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -75,6 +77,20 @@ def test_two_features_two_tables(kind):
         "weights": ((a, b), TARGETS, RNG.random((N, 1)).astype("float32")),
     }[kind]
     _agree(build, element)
+
+
+def test_an_ordered_dictionary_with_unsorted_keys_is_refused():
+    def build(mode):
+        inputs, rows = _two(mode)
+        return _model({"z": inputs[0], "a": inputs[1]}, rows)
+
+    unsorted = (collections.OrderedDict([("z", _ids(2)), ("a", _ids(3))]), TARGETS)
+    _refused(build("pipelined"), unsorted, r"sorted keys.*Received: keys \['z', 'a'\]")
+    _agree(build, (collections.OrderedDict(sorted(unsorted[0].items())), TARGETS))
+    advised = tf.data.Dataset.from_tensor_slices(unsorted).batch(8)
+    advised = advised.map(lambda x, *rest: (dict(x), *rest))
+    model = build("pipelined")
+    model.fit(advised.apply(lookahead(model, debug=True)), verbose=0)
 
 
 def test_other_parts_of_an_element_stay():

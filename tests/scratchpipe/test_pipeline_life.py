@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests.scratchpipe import uncached
-from tf_scratchpipe import ScratchPipeEmbedding, lookahead
+from tf_scratchpipe import ScratchPipeEmbedding, lookahead, pipeline
+from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.slot_group import SlotGroup
 
 BATCHES = 12
@@ -69,6 +70,33 @@ def test_a_pass_without_training(executor, slots):
         assert len(list(planned)) == 3
     model.fit(planned, verbose=0, epochs=2)
     _assert_trained_on(layer, EACH[:3] * 2)
+
+
+def test_a_second_pass_waits_for_slow_steps_of_the_first(monkeypatch):
+    monkeypatch.setattr(pipeline, "_DROPPED_SECONDS", 0.2)
+    model, layer = _model(130)
+    planned = SOURCE.take(2).apply(lookahead(model, debug=True)).repeat(2).prefetch(3)
+    for number, (ids, targets) in enumerate(planned):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(ids, training=True) - targets))
+        # The next pass wants the slots of this step, which is under way for long.
+        time.sleep(1.0 if number == 1 else 0.0)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+    assert number == 3
+    host, other = _model(mode="host")
+    for batch in EACH[:2] * 2:
+        host.train_on_batch(*batch)
+    # Eager steps round otherwise than graphs do.
+    np.testing.assert_allclose(layer.get_table(), other.get_table(), rtol=1e-4, atol=1e-6)
+
+
+def test_batches_of_an_earlier_pass_that_nobody_trains_are_given_up(monkeypatch):
+    monkeypatch.setattr(pipeline, "_DROPPED_SECONDS", 0.2)
+    model, layer = _model(130)
+    assert len(list(SOURCE.take(1).apply(lookahead(model, debug=True)))) == 1
+    model.fit(SOURCE.apply(lookahead(model, debug=True)), verbose=0)
+    _assert_trained_on(layer, EACH)
 
 
 @executors
@@ -343,11 +371,9 @@ def test_a_frozen_layer_of_two_features_with_hardly_any_slots():
     model.compile("sgd", "mse")
     table = layer.get_table()
     # What the rows are shows in the loss: nothing else depends on them.
-    expected = np.concatenate(
-        [table[ids[:, 0]].reshape(400, -1), table[ids[:, 1]].reshape(400, -1)], 1
-    )
+    expected = table[ids].reshape(400, -1)
     plain = keras.Sequential([keras.Input((24,)), keras.layers.Dense(1)])
-    plain.set_weights(model.get_weights()[:2])
+    plain.set_weights(model.layers[-1].get_weights())
     plain.compile("sgd", "mse")
     targets = np.ones((400, 1), "float32")
     source = tf.data.Dataset.from_tensor_slices(((ids[:, 0], ids[:, 1]), targets)).batch(4)
@@ -356,3 +382,52 @@ def test_a_frozen_layer_of_two_features_with_hardly_any_slots():
     np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-5)
     assert layer.stats().evictions > 1000
     assert layer.stats().shortened > 100
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_gradients_applied_twice_for_one_lookup_are_an_error(planned):
+    model, layer = _model(mode="pipelined" if planned else "synchronous")
+    data = SOURCE.apply(lookahead(model)) if planned else SOURCE
+    ids, targets = next(iter(data))
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_mean(tf.square(model(ids, training=True) - targets))
+    variables = model.trainable_variables
+    model.optimizer.apply(tape.gradient(loss, variables), variables)
+    before = layer.get_table()
+    with pytest.raises(tf.errors.OpError, match="applied twice for one lookup"):
+        model.optimizer.apply(tape.gradient(loss, variables), variables)
+    np.testing.assert_array_equal(layer.get_table(), before)
+
+
+def _full(*_):
+    raise OSError("full")
+
+
+def test_a_pass_that_ends_before_its_first_insert(monkeypatch):
+    model, layer = _model(130)
+    monkeypatch.setattr(SlotGroup, "insert", _full)
+    with pytest.raises(tf.errors.OpError, match="full"):
+        list(SOURCE.apply(lookahead(model, past=0, future=0)))
+    monkeypatch.undo()
+    model.fit(SOURCE.apply(lookahead(model, debug=True)), verbose=0)
+    _assert_trained_on(layer, EACH)
+
+
+def test_a_failed_admission_leaves_no_trace(monkeypatch):
+    model, layer = _model(mode="synchronous")
+    monkeypatch.setattr(SlotGroup, "exchange", _full)
+    with pytest.raises(tf.errors.OpError, match="full"):
+        model.fit(SOURCE, verbose=0)
+    monkeypatch.undo()
+    model.fit(SOURCE, verbose=0)
+    _assert_trained_on(layer, EACH)
+
+
+@executors
+def test_debug_finds_a_row_that_was_lost(executor, monkeypatch):
+    model, _ = _model(400)
+    original = HostTable.scatter
+    monkeypatch.setattr(HostTable, "scatter", lambda self, i, r: original(self, i[1:], r[1:]))
+    planned = SOURCE.apply(lookahead(model, executor=executor, debug=True))
+    with pytest.raises(tf.errors.OpError, match=r"HazardError.*reads stale rows"):
+        model.fit(planned, epochs=4, verbose=0)
