@@ -46,7 +46,7 @@ class HitMap:
         found = self.slot_of[ids]
         first = found == marks
         places = np.cumsum(first) - 1
-        return ids[first], places[_MARKED - found]
+        return np.compress(first, ids), places[_MARKED - found]
 
     def bind(self, ids: Ints, slots: Ints) -> None:
         """Note that the rows `ids` are in `slots` from now on."""

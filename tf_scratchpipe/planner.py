@@ -84,7 +84,9 @@ class SlotPlanner:
             ids: Arrays of ids of any shape, all of them valid.
         """
         flat = _flat(ids)
-        return Looked(tuple(ids), flat, self.hit_map.lookup(flat))
+        slots = self.hit_map.lookup(flat)
+        cached = self._distinct(np.compress(slots >= 0, slots))
+        return Looked(tuple(ids), flat, slots, cached, self.batch)
 
     def plan(
         self,
@@ -110,8 +112,7 @@ class SlotPlanner:
                 has more distinct rows than there are slots. Nothing has changed then.
         """
         flat = looked.flat
-        slots, missing = self._found(looked)
-        hit_slots = self._distinct(slots[~missing] if missing.any() else slots)
+        slots, hit_slots, missing = self._found(looked, batch)
         misses, places = self.hit_map.distinct(flat[missing])
         used_before = self.window.last_use[hit_slots]
         self.window.use(hit_slots, batch)
@@ -148,17 +149,33 @@ class SlotPlanner:
             after_trained=after_trained,
             after_inserted=after_inserted,
             capacity=self.slots,
-            hits=flat.size - int(np.count_nonzero(missing)),
+            hits=flat.size - missing.size,
         )
 
-    def _found(self, looked: "Looked") -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """The slot of each lookup, and which lookups have none."""
-        slots, missing = looked.slots, ~self.hit_map.holds(looked.flat, looked.slots)
-        if missing.any():  # Rows may have come, or gone and come back, since they were looked up.
-            slots = slots.copy()
-            slots[missing] = self.hit_map.lookup(looked.flat[missing])
-            missing = slots < 0
-        return slots.astype(np.int64), missing
+    def _found(self, looked: "Looked", batch: int) -> tuple[Ints, Ints, Ints]:
+        """The slot of each lookup, the slots that are hit, and which lookups have no slot."""
+        slots, hits = looked.slots.astype(np.int64), looked.cached
+        if self._may_have_lost(looked, batch):
+            slots[~self.hit_map.holds(looked.flat, looked.slots)] = -1
+            hits = self._distinct(np.compress(slots >= 0, slots))
+        missing = np.flatnonzero(slots < 0)
+        if missing.size and looked.at < self.batch:  # Rows may have come since.
+            found = self.hit_map.lookup(looked.flat[missing])
+            slots[missing] = found
+            come = self._distinct(np.compress(found >= 0, found))
+            # A row that has gone and come back may be among both.
+            hits = self._distinct(np.concatenate([hits, come])) if come.size else hits
+            missing = np.compress(found < 0, missing)
+        return slots, hits, missing
+
+    def _may_have_lost(self, looked: "Looked", batch: int) -> bool:
+        """Whether a plan made since then may have taken a row that the batch needs."""
+        return looked.at < self._least_protected(batch)
+
+    def _least_protected(self, batch: int) -> int:
+        """The last batch whose victims may be rows of `batch`; -1 if there is none."""
+        lost = [number for number, protected in self._written_back if protected < batch]
+        return max([self._waited, *lost])
 
     def undo(self, plan: BatchPlan) -> None:
         """Take the latest plan back that has not been undone: its moves have not been made."""
@@ -238,26 +255,25 @@ class SlotPlanner:
         self._scratch = np.empty(slots, np.int32)
 
     def _last_unprotected(self, batch: int) -> int:
-        """The last batch whose victims this one may miss."""
-        waits = [number for number, protected in self._written_back if protected < batch]
-        if waits:
-            self._written_back = [one for one in self._written_back if one[1] >= batch]
-            self._waited = max(self._waited, *waits)
+        """The same, for the last time that it is asked for this batch or one before."""
+        self._waited = self._least_protected(batch)
+        self._written_back = [one for one in self._written_back if one[1] >= batch]
         return self._waited
 
     def _foresee(self, batch: int, upcoming: Sequence["Looked"], past: int) -> None:
         """Mark the slots that the next batches need."""
-        found = [later.slots for later in upcoming]
+        cached = [later.cached for later in upcoming]
         if past < len(upcoming):
             # Rows that came in since these batches were looked up are not all held by the past.
             found = [self.hit_map.lookup(later.flat) for later in upcoming]
-        self.window.foresee(batch, [slots[slots >= 0] for slots in found])
+            cached = [np.compress(slots >= 0, slots) for slots in found]
+        self.window.foresee(batch, cached)
 
-    def _distinct(self, slots: Ints) -> Ints:
+    def _distinct(self, slots: npt.NDArray[np.integer]) -> Ints:
         """Each slot once."""
         order = np.arange(slots.size, dtype=np.int32)
         self._scratch[slots] = order
-        distinct: Ints = slots[self._scratch[slots] == order]
+        distinct: Ints = np.compress(self._scratch[slots] == order, slots).astype(np.int64)
         return distinct
 
 
@@ -269,6 +285,10 @@ class Looked:
     flat: Ints
     slots: npt.NDArray[np.int32]
     """For each lookup, the slot of its row then; negative if there was none."""
+    cached: Ints
+    """The slots among these, each once."""
+    at: int
+    """Number of the last batch that had been planned then."""
 
 
 def _shaped(slots: Ints, like: Sequence[Ints]) -> tuple[Ints, ...]:

@@ -90,12 +90,12 @@ class LRU(Replacement):
         while count > 0 and self._log:
             batch, slots = self._log.popleft()
             self._logged -= slots.size
-            slots = slots[self._last[slots] == batch]
+            slots = np.compress(self._last[slots] == batch, slots)
             goes = _first(~held(slots), count)
-            taken.append(slots[goes])
+            taken.append(np.compress(goes, slots))
             count -= taken[-1].size
             if taken[-1].size < slots.size:
-                passed.append((batch, slots[~goes]))
+                passed.append((batch, np.compress(~goes, slots)))
         for entry in reversed(passed):
             self._log.appendleft(entry)
             self._logged += entry[1].size

@@ -13,7 +13,7 @@ from tf_scratchpipe import invariants, keras_internals
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.plan import Ints, Rows
 from tf_scratchpipe.row_optimizers import RowOptimizer, row_optimizer
-from tf_scratchpipe.storage import HOST_DEVICE, Storage
+from tf_scratchpipe.storage import HOST_DEVICE, Storage, gathered, scattered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -176,12 +176,12 @@ class CachedTable(TrainedRows):
     def tag(self, slots: Ints, ids: Ints) -> None:
         """Note on the device which rows are in `slots` (-1: none)."""
         with tf.device(self.storage.device):
-            self.tags.scatter_update(tf.IndexedSlices(ids, slots))
+            scattered(self.tags, slots, ids)
 
     def gather(self, slots: tf.Tensor) -> tf.Tensor:
         """The rows in `slots`, in a step."""
         with tf.device(self.storage.device):
-            return tf.gather(self.storage.variables[0], slots)
+            return gathered(self.storage.variables[0], slots)
 
     def opened(self, slots: tf.Tensor) -> tf.Tensor:
         """A training step's slots, once it is noted that their gradients are to come."""
