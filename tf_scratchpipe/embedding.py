@@ -309,7 +309,9 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             self.follow(optimizers[0])
         self.require_optimizer()
         indices = tf.cast(gradients.indices, tf.int64)
-        with tf.control_dependencies([self._assert_trained(indices)]):
+        checked = self._assert_trained(indices)
+        # They come from the host, and are looked at there again.
+        with tf.device(HOST_DEVICE), tf.control_dependencies([checked]):
             indices = tf.identity(indices)
         self._engine.lookup.update(indices, gradients.values)
 

@@ -206,8 +206,8 @@ class CachedTable(TrainedRows):
                 self.train_lookups.assign_add(tf.size(slots, tf.int64)),
                 self.train_hits.assign_add(tf.math.count_nonzero(found)),
             ]
-            with tf.control_dependencies(counts):
-                return tf.identity(slots)
+        with tf.control_dependencies(counts), tf.device(HOST_DEVICE):
+            return tf.identity(slots)
 
     def count_frozen_lookup(self, batch: tf.Tensor, rows: tf.Tensor) -> None:
         """A batch that trains nothing is over once all features have been looked up."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.scratchpipe import uncached
 from tests.scratchpipe.uncached import OPTIMIZERS, assert_same, outcome
-from tf_scratchpipe import lookahead
+from tf_scratchpipe import ScratchPipeEmbedding, lookahead
 
 EPOCHS = 2
 IDS, TARGETS = uncached.data()
@@ -133,3 +133,24 @@ def test_the_same_as_numpy(optimizer):
     for mine, theirs in zip(done.tables + done.dense, expected, strict=True):
         # Float32 against float64 over 120 steps.
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_learning_rate_is_live(own):
+    optimizer = keras.optimizers.SGD(0.5)
+    layer = ScratchPipeEmbedding(
+        uncached.ROWS, 2, num_slots=600, combiner="sum", optimizer=optimizer if own else None
+    )
+    inputs = keras.Input((uncached.LOOKUPS,), dtype="int32")
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    train = uncached.dataset(*_steps("eager")).apply(lookahead(model))
+    model.fit(train, verbose=0)
+    before = layer.get_table()
+    layer.row_optimizer().learning_rate = 0.0
+    model.fit(train, verbose=0)
+    np.testing.assert_array_equal(layer.get_table(), before)
+    layer.row_optimizer().learning_rate = 0.1
+    model.fit(train, verbose=0)
+    assert np.abs(layer.get_table() - before).max() > 0
+    assert layer.row_optimizer() is (optimizer if own else model.optimizer)

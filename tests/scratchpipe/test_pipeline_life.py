@@ -60,7 +60,8 @@ def test_an_abandoned_first_look(executor):
 
 @executors
 @pytest.mark.parametrize("slots", [130, 600, None])
-def test_a_pass_without_training(executor, slots):
+def test_a_pass_without_training(executor, slots, monkeypatch):
+    monkeypatch.setattr(pipeline, "_DROPPED_SECONDS", 1.0)
     model, layer = _model(slots)
     planned = SOURCE.take(3).apply(lookahead(model, executor=executor, debug=True))
     if slots == 130:
