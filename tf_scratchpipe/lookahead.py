@@ -113,9 +113,7 @@ class _Lookahead:
         self._spec = source.element_spec
         self._readings = [r for r in readings if r.layer.mode == "pipelined"]
         positions = _positions(self._inputs(), self._spec)
-        self._positions = [
-            _position(reading, positions, self._inputs()) for reading in self._readings
-        ]
+        self._positions = [_position(reading, positions) for reading in self._readings]
         self._prepare_layers()
         self._plans = [_Shared(part) for part in self._parts()]
         if debug:  # Now, for the steps that are traced from here on are the ones that are checked.
@@ -277,7 +275,7 @@ def _leaves(structure: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     return [leaf for key, part in items for leaf in _leaves(part, (*path, key))]
 
 
-def _position(reading: Reading, positions: dict[Path, tuple[int, Any]], inputs: Any) -> int:
+def _position(reading: Reading, positions: dict[Path, tuple[int, Any]]) -> int:
     """The number of the component that a layer reads."""
     candidates = [reading.path]
     if reading.input_name is not None:
