@@ -248,9 +248,9 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 # No dense shape: nothing may make this a gradient of the whole table.
                 return tf.IndexedSlices(upstream, index), None
 
-            return lookup.either(ids, index) if training is False else lookup.gather(
-                index
-            ), gradient
+            if training is False:
+                return lookup.either(ids, index), gradient
+            return lookup.gather(index), gradient
 
         return trained(trap, index)
 

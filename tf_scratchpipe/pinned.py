@@ -32,12 +32,16 @@ class PinnedTable(TrainedRows):
         with tf.init_scope():
             self._hot = Storage(self.dim, self.dtype, device, f"{name}_hot")
             self._cold = Storage(self.dim, self.dtype, HOST_DEVICE, name)
-            with tf.device(HOST_DEVICE):
-                places = np.arange(self.rows, dtype=np.int64) + hot_ids.size
-                places[hot_ids] = np.arange(hot_ids.size)
-                # The map is an identity without hot rows.
-                self._places = tf.Variable(places, trainable=False) if hot_ids.size else None
+            # Without hot rows every row is in the place of its number.
+            self._places = self._map() if hot_ids.size else None
         self._filled = 0
+
+    def _map(self) -> tf.Variable:
+        """From ids to places."""
+        places = np.arange(self.rows, dtype=np.int64) + self.hot_ids.size
+        places[self.hot_ids] = np.arange(self.hot_ids.size)
+        with tf.device(HOST_DEVICE):
+            return tf.Variable(places, trainable=False)
 
     def set_binding(self, binding: Binding) -> None:
         """Bind an optimizer."""
@@ -99,13 +103,10 @@ class PinnedTable(TrainedRows):
         if self._places is None:
             with tf.device(HOST_DEVICE):
                 return tf.gather(self._cold.variables[0], places)
-        hot, cold = self._split(places)
-        rows = [
-            part.gather(tf.gather(places, where) - start)[0]
-            for part, where, start in ((self._hot, hot, 0), (self._cold, cold, self.hot_ids.size))
-        ]
+        split = self._split(places)
+        rows = [part.gather(slots)[0] for part, _, slots in split]
         with tf.device(self._hot.device):
-            whole = tf.dynamic_stitch([hot, cold], rows)
+            whole = tf.dynamic_stitch([where for _, where, _ in split], rows)
         whole.set_shape([None, self.dim])
         return whole
 
@@ -115,11 +116,9 @@ class PinnedTable(TrainedRows):
         if self._places is None:
             self.count_step(self._move(self._cold, places, gradients))
             return
-        hot, cold = self._split(places)
         moved = []
-        for part, where, start in ((self._hot, hot, 0), (self._cold, cold, self.hot_ids.size)):
-            there = tf.gather(places, where) - start
-            moved += self._move(part, there, tf.gather(gradients, where))
+        for part, where, slots in self._split(places):
+            moved += self._move(part, slots, tf.gather(gradients, where))
         self.count_step(moved)
 
     def _move(self, part: Storage, slots: tf.Tensor, gradients: tf.Tensor) -> list[tf.Operation]:
@@ -127,12 +126,18 @@ class PinnedTable(TrainedRows):
             distinct, summed = coalesced(slots, gradients)
             return part.scatter(distinct, self.new_values(part.gather(distinct), summed))
 
-    def _split(self, places: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Positions of the lookups that the device serves, and of the others."""
+    def _split(self, places: tf.Tensor) -> list[tuple[Storage, tf.Tensor, tf.Tensor]]:
+        """For each storage the positions of the lookups that it serves, and their slots in it."""
+        split = []
         with tf.device(HOST_DEVICE):
             on_device = places < self.hot_ids.size
-            hot, cold = tf.where(on_device), tf.where(~on_device)
-            return tuple(tf.cast(tf.reshape(part, [-1]), tf.int32) for part in (hot, cold))
+            for part, chosen, start in (
+                (self._hot, on_device, 0),
+                (self._cold, ~on_device, self.hot_ids.size),
+            ):
+                where = tf.cast(tf.reshape(tf.where(chosen), [-1]), tf.int32)
+                split.append((part, where, tf.gather(places, where) - start))
+        return split
 
 
 class PinnedLookup:

@@ -136,8 +136,7 @@ class PipelineRun:
             ("exchange", self._exchange),
             ("insert", self._insert),
         ]
-        executor = EXECUTORS[settings.executor](stages, self._note_wait)
-        self._executor = executor
+        self._executor = EXECUTORS[settings.executor](stages, self._note_wait)
         _live.add(self)
 
     def __iter__(self) -> Iterator[list[tf.Tensor | npt.NDArray[np.generic]]]:
@@ -319,10 +318,10 @@ class PipelineRun:
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        for feed in self._feeds:
-            feed.group.stats.spent(stage, time.perf_counter() - started)
+        with contextlib.ExitStack() as groups:
+            for feed in self._feeds:
+                groups.enter_context(feed.group.timed(stage))
+            yield
 
     def _note_wait(self, waiting: str, awaited: str, seconds: float) -> None:
         for feed in self._feeds:

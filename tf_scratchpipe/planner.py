@@ -59,7 +59,6 @@ class SlotPlanner:
         most_slots: int | None = None,
         replacement: type[Replacement] = LRU,
     ) -> None:
-        self.rows = rows
         self.most_slots = most_slots or slots
         self.hit_map = HitMap(rows, slots)
         self.window = HoldWindow(slots)

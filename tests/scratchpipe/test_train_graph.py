@@ -23,14 +23,7 @@ def _graphs(graph):
 
 
 def _traced_step(model, batch):
-    @tf.function
-    def step(ids, targets):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(model(ids, training=True) - targets))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply(gradients, model.trainable_variables)
-
-    return step.get_concrete_function(*batch)
+    return uncached.train_step(model).get_concrete_function(*batch)
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "synchronous", "static", "host"])
@@ -50,8 +43,7 @@ def test_no_variable_of_the_table_is_read_as_a_whole(mode, optimizer):
 
 def _handles(graph, layer):
     """The graph's inputs that are handles of the table or its optimizer slots."""
-    rows = layer.engine.rows
-    storages = [rows.storage] if hasattr(rows, "storage") else [rows._hot, rows._cold]
+    storages = uncached.storages(layer)
     handles = [variable.handle for storage in storages for variable in storage.variables]
     return [inner for outer, inner in graph.captures if any(outer is own for own in handles)]
 
@@ -108,13 +100,7 @@ host.fit(uncached.dataset(ids, targets), verbose=0)
 # Graph optimizers may round otherwise where a step is cut in two.
 close = bool(np.allclose(layer.get_table(), other.get_table(), rtol=0, atol=1e-8))
 
-@tf.function
-def step(ids, targets):
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(model(ids, training=True) - targets))
-    gradients = tape.gradient(loss, model.trainable_variables)
-    model.optimizer.apply(gradients, model.trainable_variables)
-
+step = uncached.train_step(model)
 batch = next(iter(train))
 step.get_concrete_function(*batch)
 from tensorflow.python.eager import context
@@ -125,12 +111,10 @@ placed = {}
 for graph in data.partition_graphs:
     for node in graph.node:
         placed.setdefault(node.op, []).append(node.device[-5:])
-rows = layer.engine.rows
-storages = [rows.storage] if hasattr(rows, "storage") else [rows._hot, rows._cold]
-storages = storages[1:] if mode == "host" else storages
+storages = uncached.storages(layer)[1 if mode == "host" else 0:]
 variables = [v.device[-5:] for s in storages for v in s.variables]
 print(json.dumps({"close": close, "placed": placed, "variables": variables,
-                  "applied": rows.applied.device[-5:]}))
+                  "applied": layer.engine.rows.applied.device[-5:]}))
 """
 
 

@@ -60,6 +60,25 @@ def _around(layer: Callable[[Any], Any], kind: type[keras.Model]) -> keras.Model
     return kind(inputs, keras.layers.Dense(1, kernel_initializer=kernel)(layer(inputs)))
 
 
+def train_step(model: keras.Model) -> Callable[..., None]:
+    """A step of a custom loop, as a function to be traced."""
+
+    @tf.function
+    def step(ids: tf.Tensor, targets: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(ids, training=True) - targets))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    return step
+
+
+def storages(layer: ScratchPipeEmbedding) -> list[Any]:
+    """All that holds rows of a layer's table for a step, on the device and on the host."""
+    rows = layer.engine.rows
+    return [rows.storage] if hasattr(rows, "storage") else [rows._hot, rows._cold]
+
+
 class WholeTable(keras.layers.Layer):
     """The whole table as one variable, from which rows are gathered."""
 
