@@ -285,7 +285,7 @@ def choose(
     baseline = timeline if scale == 1.0 else simulate(view, scale)
     before = peak_memory(view, baseline)
     steps = gating.steps_of(timeline)
-    dropped = [_drop(d, "the predicted peak would not be lower") for d in decisions]
+    dropped = [drop(d, "the predicted peak would not be lower") for d in decisions]
 
     def lower(trial: _Trial) -> bool:
         if trial.peak_bytes >= baseline.peak_bytes:
@@ -296,7 +296,7 @@ def choose(
         return simulate(trial.rewired.view, small).peak_bytes <= base.peak_bytes
 
     if any(d.recompute for d in decisions):
-        first = _try(view, _drop_trivial(decisions), schedule, scale)
+        first = _try(view, drop_trivial(decisions), schedule, scale)
         best = _refine(view, first, scale, baseline, steps)
         if lower(best):
             after = peak_memory(best.rewired.view, best.timeline)
@@ -330,7 +330,8 @@ def peak_memory(view: GraphView, timeline: Timeline) -> PeakMemory:
     return PeakMemory(total, view.weight_bytes, residuals, total - view.weight_bytes - residuals)
 
 
-def _drop(decision: RegionDecision, reason: str) -> RegionDecision:
+def drop(decision: RegionDecision, reason: str) -> RegionDecision:
+    """The decision turned into keeping."""
     if not decision.recompute:
         return decision
     return dataclasses.replace(
@@ -372,7 +373,7 @@ def _alternatives(
     To keep it, or to keep what its first reader reads (it waits the shortest).
     """
     decision = next(d for d in trial.decisions if d.region == culprit)
-    kept = _drop(decision, "its recomputation would make the peak")
+    kept = drop(decision, "its recomputation would make the peak")
     nodes = [view.node(name) for name in decision.nodes]
     first = min(r for n in nodes for t in n.outputs for r in gating.backward_readers(view, t))
     read = set(view.nodes[first].inputs)
@@ -400,7 +401,7 @@ def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
     useless = _useless(best)
     while useless:
         decisions = [
-            _drop(d, "the peak does not depend on it") if d.region in useless else d
+            drop(d, "the peak does not depend on it") if d.region in useless else d
             for d in best.decisions
         ]
         slim = _try(view, decisions, best.schedule, scale)
@@ -410,7 +411,7 @@ def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
     return best
 
 
-def _drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:
+def drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:
     """Drops the smallest savings, as long as all of them together are too small to matter."""
     gains = {d.region: d.released_bytes - d.kept_bytes for d in decisions if d.recompute}
     allowance = _TRIVIAL_SHARE * sum(max(gain, 0) for gain in gains.values())
@@ -420,7 +421,7 @@ def _drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:
         if allowance < 0:
             break
         trivial.add(region)
-    return [_drop(d, "too small to matter") if d.region in trivial else d for d in decisions]
+    return [drop(d, "too small to matter") if d.region in trivial else d for d in decisions]
 
 
 def _replace(decisions: Sequence[RegionDecision], change: RegionDecision) -> list[RegionDecision]:

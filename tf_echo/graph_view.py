@@ -5,8 +5,8 @@ A view holds the nodes of one traced train step in an order in which they may ru
 updates). It imports no TensorFlow, so that plans are made, judged and tested on plain data.
 `parse_view` and `str(view)` are inverse to each other.
 
-Known gap: the bodies of loops, calls and conditionals are carried along (`Node.bodies`) but nothing
-looks into them yet.
+A loop and its gradient are one node each; `Loop` says what one iteration of both does, as a view of
+its own. Calls and conditionals are single nodes that nothing looks into.
 """
 
 import dataclasses
@@ -49,8 +49,51 @@ class Node(NamedTuple):
     """Ids of the nodes that must have run before it."""
     backward: bool = False
     """Whether it is no ancestor of the loss."""
-    bodies: tuple["GraphView", ...] = ()
-    """Graphs that it runs: loop bodies, called functions, branches."""
+
+
+class LoopBytes(NamedTuple):
+    """Bytes that grow with the batch, and bytes that do not."""
+
+    scaling: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """Both together, at the view's batch size."""
+        return self.scaling + self.fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A while loop of the forward pass and the loop that is its gradient.
+
+    TensorFlow keeps what the gradient reads of each iteration. In the view that is a tensor more
+    that the forward loop makes and the backward loop reads; what an iteration needs while it runs
+    is a tensor more that nobody reads.
+    """
+
+    forward: int
+    """Id of the loop's node."""
+    backward: int
+    """Id of its gradient's node."""
+    trips: int
+    """How often the body runs."""
+    trips_known: bool
+    """Whether that is certain; nominal otherwise."""
+    compiled: bool
+    """Whether XLA compiles it: then what is kept is copied, even if it is part of something that
+    lives on."""
+    body: "GraphView"
+    """One iteration, forward and backward. The forward part ends in a node `LoopEnd`; what
+    changes from one iteration to the next comes from nodes `LoopVariable`."""
+    kept: tuple[int, int]
+    """Ids of the tensors that stand for what is kept: what grows with the batch, and the rest."""
+    forward_work: tuple[int, int]
+    """The same for what an iteration of the forward loop needs besides."""
+    backward_work: tuple[int, int]
+    """The same for the backward loop."""
+    changed: frozenset[str] = frozenset()
+    """Names of body nodes that read a variable which is written before the backward loop runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +122,8 @@ class GraphView:
     """Bytes of the variables that live across steps."""
     batch_size: int | None = None
     """The batch size that sizes were computed for, where the graph left it open."""
+    loops: tuple[Loop, ...] = ()
+    """The loops whose gradients are in the view; left out of its text."""
 
     @functools.cached_property
     def kinds(self) -> tuple[op_traits.Kind, ...]:
@@ -116,6 +161,21 @@ class GraphView:
             for tensor in node.inputs
             if not self.nodes[self.tensors[self.buffers[tensor]].node].backward
         )
+
+    @functools.cached_property
+    def residuals(self) -> frozenset[int]:
+        """Tensors of the forward pass that the backward pass reads."""
+        return frozenset(
+            tensor
+            for node in self.nodes
+            if node.backward
+            for tensor in node.inputs
+            if not self.nodes[self.tensors[tensor].node].backward
+        )
+
+    def is_source(self, tensor: int) -> bool:
+        """Whether a tensor is, or is a view of, a constant, an input or a variable."""
+        return self.kinds[self.tensors[self.buffers[tensor]].node] is op_traits.Kind.SOURCE
 
     @functools.cached_property
     def by_name(self) -> dict[str, int]:

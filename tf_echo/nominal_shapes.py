@@ -5,15 +5,20 @@ size. Here every input of the step is given a nominal batch size, and TensorFlow
 functions say what follows. Each kind of call (op type, attributes, input shapes, values that
 determine a shape) is inferred once, so that the time grows with the number of different calls
 rather than with the number of ops: an unrolled network repeats a few hundred.
+
+The body of a loop is gone through once, with the shapes that enter the loop; lists of tensors are
+followed through it.
 """
 
 import functools
+import math
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from tf_echo import op_traits, tf_internals
+from tf_echo import loop_internals, op_traits, tf_internals
 from tf_echo.op_traits import Kind
 
 Shape = tuple[int, ...]
@@ -21,6 +26,9 @@ Shape = tuple[int, ...]
 NOMINAL_LENGTH = 64
 """Taken for dimensions of the step's inputs, other than the batch, that are left open (sequence
 lengths, image sides)."""
+
+NOMINAL_TRIPS = NOMINAL_LENGTH
+"""Taken for the number of iterations of a loop that does not tell."""
 
 _MAX_VALUES = 64
 _INTEGERS = frozenset((tf.int32, tf.int64, tf.bool))
@@ -32,20 +40,45 @@ def static_shape(tensor: tf.Tensor) -> Shape | None:
     return tuple(shape.as_list()) if shape.is_fully_defined() else None
 
 
+class TensorList(NamedTuple):
+    """What is known of a list of tensors of one shape."""
+
+    length: int | None
+    shape: Shape | None = None
+    dtype: tf.DType = tf.float32
+    scales: bool = False
+    """Whether the shape grows with the batch."""
+    pushed: bool = False
+    """Whether it holds what a loop keeps for its gradient; that is accounted for with the loop."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it; 0 where anything is unknown, as for a list of lists."""
+        if self.pushed or self.length is None or self.shape is None or self.dtype == tf.variant:
+            return 0
+        return self.length * int(self.dtype.size) * math.prod(self.shape)
+
+
 class NominalShapes:
     """Shapes under a nominal batch size, worked out one operation after the other by `add`.
 
     Args:
         batch_size: taken for the first dimension of an input wherever it is open.
+        outer: for the body of a loop the shapes around the loop.
     """
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, outer: "NominalShapes | None" = None):
         self.batch_size = batch_size
+        self.bodies: dict[tf.Operation, NominalShapes] = {}
+        """The shapes in the bodies of the loops added so far."""
+        self.trips: dict[tf.Operation, tuple[int, bool]] = {}
+        """For each loop how often its body runs, and whether that is certain."""
         self._shapes: dict[int, Shape | None] = {}
         self._values: dict[int, np.ndarray | None] = {}
-        self._inferred: dict[Hashable, list[Shape | None]] = {}
-        self._folded: dict[Hashable, list[np.ndarray | None]] = {}
-        self._scratch = tf.Graph()
+        self._lists: dict[int, TensorList] = {}
+        self._inferred: dict[Hashable, list[Shape | None]] = outer._inferred if outer else {}
+        self._folded: dict[Hashable, list[np.ndarray | None]] = outer._folded if outer else {}
+        self._scratch: tf.Graph = outer._scratch if outer else tf.Graph()
 
     def add(self, operation: tf.Operation, static: Sequence[Shape | None]) -> list[Shape | None]:
         """Works out the shapes of an operation's outputs; its inputs must have been added before.
@@ -55,12 +88,115 @@ class NominalShapes:
             static: for each output `static_shape`.
         """
         shapes = list(static)
+        if operation.type in loop_internals.LOOPS:
+            shapes = self._add_loop(operation, shapes)
+        elif "TensorList" in operation.type:
+            shapes = self._add_list(operation, shapes)
+        elif operation.outputs and id(operation.outputs[0]) in self._shapes:
+            return [self._shapes[id(output)] for output in operation.outputs]
         if None in shapes:
             inferred = self._infer(operation)
             shapes = [s if s is not None else i for s, i in zip(shapes, inferred, strict=True)]
         for output, shape in zip(operation.outputs, shapes, strict=True):
             self._shapes[id(output)] = shape
         return shapes
+
+    def list_of(self, tensor: tf.Tensor) -> TensorList | None:
+        """What is known of a list; None where nothing is."""
+        return self._lists.get(id(tensor))
+
+    def _add_list(
+        self, operation: tf.Operation, shapes: Sequence[Shape | None]
+    ) -> list[Shape | None]:
+        """Follows one op on a list of tensors."""
+        inputs, outputs, kind = operation.inputs, operation.outputs, operation.type
+        old = self._lists.get(id(inputs[0]), TensorList(None))
+        if kind == "TensorListReserve":
+            length = self._value(inputs[1], ())
+            self._lists[id(outputs[0])] = TensorList(None if length is None else int(length))
+        elif kind == "TensorListFromTensor":
+            whole = self._shapes.get(id(inputs[0]))
+            if whole:
+                items = self._list_of(whole[0], whole[1:], inputs[0])
+                self._lists[id(outputs[0])] = items
+        elif kind in ("TensorListSetItem", "TensorListPushBack"):
+            item = inputs[2] if kind == "TensorListSetItem" else inputs[1]
+            shape = self._shapes.get(id(item))
+            items = self._list_of(old.length, shape, item)
+            self._lists[id(outputs[0])] = items._replace(pushed=kind == "TensorListPushBack")
+        elif outputs[0].dtype == tf.variant:
+            self._lists[id(outputs[0])] = old
+        if kind == "TensorListGetItem":
+            return [_first(shapes[0], old.shape)]
+        if kind == "TensorListPopBack":
+            return [shapes[0], _first(shapes[1], old.shape)]
+        if kind == "TensorListStack" and old.length is not None and old.shape is not None:
+            return [_first(shapes[0], (old.length, *old.shape))]
+        return list(shapes)
+
+    def _list_of(self, length: int | None, shape: Shape | None, like: tf.Tensor) -> TensorList:
+        return TensorList(length, shape, like.dtype, static_shape(like) is None)
+
+    def _add_loop(
+        self, operation: tf.Operation, shapes: Sequence[Shape | None]
+    ) -> list[Shape | None]:
+        """Goes through the body of a loop once."""
+        body = loop_internals.body_graph(operation)
+        if body is None:
+            return [
+                _first(s, self._nominal(o)) for s, o in zip(shapes, operation.outputs, strict=True)
+            ]
+        inside = self.bodies[operation] = NominalShapes(self.batch_size, self)
+        pairs = list(zip(operation.inputs, body.inputs, body.outputs, strict=True))
+        for outside, placeholder, output in pairs:
+            inside._enter(placeholder, outside, self, placeholder is output)
+        for inner in body.get_operations():
+            inside.add(inner, [static_shape(o) for o in inner.outputs])
+        trips = self.trips[operation] = self._count_trips(operation)
+        found = []
+        for shape, made, output in zip(shapes, body.outputs, operation.outputs, strict=True):
+            found.append(_first(shape, inside._shapes.get(id(made))))
+            if id(made) in inside._lists:
+                items = inside._lists[id(made)]
+                self._lists[id(output)] = items._replace(
+                    length=trips[0] if items.length is None else items.length
+                )
+        self._values[id(operation.outputs[0])] = np.array(trips[0], np.int32)
+        return found
+
+    def _enter(
+        self, placeholder: tf.Tensor, outside: tf.Tensor, outer: "NominalShapes", same: bool
+    ) -> None:
+        """Takes over what is known of a tensor that enters a loop."""
+        shape = outer._shapes.get(id(outside))
+        self._shapes[id(placeholder)] = _first(static_shape(placeholder), shape)
+        if id(outside) in outer._lists:
+            self._lists[id(placeholder)] = outer._lists[id(outside)]
+        self._values[id(placeholder)] = outer._value(outside, shape) if same else None
+
+    def _count_trips(self, operation: tf.Operation) -> tuple[int, bool]:
+        """How often a loop runs, from its limit and from what its condition compares with."""
+        limits = [operation.inputs[1]] if len(operation.inputs) > 1 else []
+        cond = loop_internals.cond_graph(operation)
+        for inner in cond.get_operations() if cond is not None else ():
+            if inner.type == "Less":
+                limits += [
+                    o
+                    for o, p in zip(operation.inputs, cond.inputs, strict=True)
+                    if p is inner.inputs[1]
+                ]
+                if inner.inputs[1].op.type == "Const":
+                    limits.append(inner.inputs[1])
+        counts = []
+        for limit in limits:
+            value = (
+                tf.get_static_value(limit)
+                if limit.op.type == "Const"
+                else self._value(limit, self._shapes.get(id(limit)))
+            )
+            if value is not None and np.size(value) == 1 and int(value) >= 0:
+                counts.append((int(value), _is_certain(limit)))
+        return min(counts, default=(NOMINAL_TRIPS, False))
 
     def _infer(self, operation: tf.Operation) -> list[Shape | None]:
         inputs = list(operation.inputs)
@@ -104,7 +240,7 @@ class NominalShapes:
                 copies = tf_internals.copy_operation(self._scratch, operation, stand_ins, "shape")
             except (ValueError, tf.errors.OpError):
                 return [self._nominal(output) for output in operation.outputs]
-        return [static_shape(c) or self._nominal(c) for c in copies]
+        return [_first(static_shape(c), self._nominal(c)) for c in copies]
 
     def _value(self, tensor: tf.Tensor, shape: Shape | None) -> np.ndarray | None:
         """What a small integer tensor holds, if that follows from shapes and constants."""
@@ -140,6 +276,21 @@ class NominalShapes:
         if key not in self._folded:
             self._folded[key] = _evaluate(operation, values)
         return self._folded[key]
+
+
+def _first(shape: Shape | None, other: Shape | None) -> Shape | None:
+    """The first of two that is known."""
+    return other if shape is None else shape
+
+
+def _is_certain(tensor: tf.Tensor) -> bool:
+    """Whether a small tensor follows from constants and from shapes that the graph knows."""
+    operation = tensor.op
+    if operation.type in ("Shape", "Size", "Rank"):
+        return static_shape(operation.inputs[0]) is not None
+    if operation.type == "Const":
+        return True
+    return bool(operation.inputs) and all(_is_certain(t) for t in operation.inputs)
 
 
 def _key(

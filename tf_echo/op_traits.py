@@ -102,7 +102,7 @@ _NAMES: dict[Kind, dict[float, str]] = {
     },
     Kind.VIEW: {
         0.0: """EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape Snapshot Squeeze
-            StopGradient""",
+            StopGradient TensorListGetItem""",
     },
     Kind.METADATA: {0.0: "Rank Shape ShapeN Size BroadcastGradientArgs BroadcastArgs ConcatOffset"},
     Kind.SOURCE: {0.0: "Const Placeholder PlaceholderWithDefault ReadVariableOp VarHandleOp"},
@@ -134,6 +134,7 @@ _GATE_INPUTS: dict[str, tuple[int, ...]] = {
     "Range": (),
     "ConcatV2": (0,),
     "Split": (1,),
+    "TensorListGetItem": (1,),
 }
 _FIRST_INPUT_ONLY = frozenset(
     """All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum Cumsum Cumprod

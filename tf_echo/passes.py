@@ -9,19 +9,24 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tf_echo import evaluation, op_traits, planner, regions
+from tf_echo import evaluation, loop_planner, op_traits, planner, regions
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
+from tf_echo.loop_planner import LoopChoice
 from tf_echo.memory_model import simulate
 from tf_echo.op_traits import Kind
-from tf_echo.plan import RecomputePlan, format_bytes
-from tf_echo.tracing import Trace, trace_step
+from tf_echo.plan import RecomputePlan, RegionDecision, format_bytes
+from tf_echo.tracer import Trace
+from tf_echo.tracing import trace_step
 
 _logger = logging.getLogger(__name__)
+
+_TOLERANCE = 0.01
+"""A loop is left as it is if the peak rises by no more than this part."""
 
 _MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
@@ -48,12 +53,28 @@ def plan_view(
     if open_batch and not batch_is_told:
         scale = evaluation.judging_scale(view, timeline)
     small = 1.0 if open_batch else None
+
+    def decide(part: GraphView) -> list[list[RegionDecision]]:
+        times = timeline if part is view else simulate(part)
+        found = _partitions(part, policy)
+        return [planner.POLICIES[policy](part, regions, cost_model, times) for regions in found]
+
     schedule = evaluation.Schedule() if policy == "none" else evaluation.schedule_of(view)
-    choices = []
-    for found in _partitions(view, policy):
-        decisions = planner.POLICIES[policy](view, found, cost_model, timeline)
-        choices.append(evaluation.choose(view, decisions, schedule, timeline, scale, small))
-    choice = min(choices, key=lambda c: c.after.total_bytes)
+    proposals = decide(view)
+
+    def best(part: GraphView) -> evaluation.Choice:
+        times = timeline if part is view else simulate(part)
+        choices = [
+            evaluation.choose(part, decisions, schedule, times, scale, small)
+            for decisions in proposals
+        ]
+        return min(choices, key=lambda c: c.after.total_bytes)
+
+    loops = loop_planner.plan_loops(view, decide)
+    if any(loop.plan.recompute for loop in loops):
+        loops, choice = _with_loops(view, loops, best, scale, small)
+    else:
+        choice = best(view)
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
     note = " ".join(filter(None, (choice.note, _kept_whole(view))))
     return RecomputePlan(
@@ -64,8 +85,42 @@ def plan_view(
         batch_size,
         choice.schedule.untied,
         choice.schedule.sums,
+        tuple(loop.plan for loop in loops),
         note,
     )
+
+
+def _with_loops(
+    view: GraphView,
+    loops: list[LoopChoice],
+    best: Callable[[GraphView], evaluation.Choice],
+    scale: float,
+    small: float | None,
+) -> tuple[list[LoopChoice], evaluation.Choice]:
+    """What to do with loops and with all else, together."""
+    baseline = simulate(view, scale)
+    choice = best(loop_planner.apply(view, loops))
+
+    def rewired(part: GraphView) -> GraphView:
+        return evaluation.rewire(part, choice.decisions, choice.schedule).view
+
+    def peak(part: GraphView) -> int:
+        return simulate(rewired(part), scale).peak_bytes
+
+    chosen = loop_planner.choose(view, loops, peak, _TOLERANCE)
+    after = rewired(loop_planner.apply(view, chosen))
+    found = simulate(after, scale)
+    worse = (
+        small is not None and simulate(after, small).peak_bytes > simulate(view, small).peak_bytes
+    )
+    if worse or found.peak_bytes >= baseline.peak_bytes:
+        reason = "the predicted peak would not be lower"
+        pairs = zip(loops, view.loops, strict=True)
+        kept = [loop_planner.keep(given, loop, reason) for given, loop in pairs]
+        return kept, best(view)
+    before = evaluation.peak_memory(view, baseline)
+    choice = dataclasses.replace(choice, before=before, after=evaluation.peak_memory(after, found))
+    return chosen, choice
 
 
 def plan_step(
@@ -127,11 +182,14 @@ def _partitions(view: GraphView, policy: str) -> list[list[regions.Region]]:
 
 
 def _kept_whole(view: GraphView) -> str:
-    """Which loops, calls and conditionals the forward pass holds; nothing looks into them."""
+    """Which loops, calls and conditionals of the forward pass nothing looks into."""
+    planned = {loop.forward for loop in view.loops}
     kept = collections.Counter(
         node.op
         for node in view.nodes
-        if not node.backward and op_traits.traits_of(node.op).kind is Kind.CONTROL_FLOW
+        if not node.backward
+        and node.id not in planned
+        and op_traits.traits_of(node.op).kind is Kind.CONTROL_FLOW
     )
     if not kept:
         return ""

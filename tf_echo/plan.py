@@ -42,6 +42,70 @@ class RegionDecision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """What becomes of a while loop: its body is planned like a step of its own."""
+
+    loop: str
+    """Name of its op."""
+    trips: int
+    """How often the body runs."""
+    trips_known: bool
+    """Whether that is certain; a nominal number otherwise."""
+    recompute: bool
+    before_bytes: int
+    """What is kept of one iteration for the backward loop without the plan."""
+    after_bytes: int
+    """The same with it."""
+    reason: str
+    in_order: bool = False
+    """Whether each iteration waits for the one before. TensorFlow lets up to 32 iterations run
+    side by side, and what those make that run ahead piles up. No value depends on it."""
+    decisions: tuple[RegionDecision, ...] = ()
+    """The regions of the body; bytes and seconds are those of one iteration."""
+    reread: tuple[str, ...] = ()
+    """Names of tensors of the body that the backward loop reads again (variables, slices of
+    the loop's inputs). Under XLA it would else keep a copy of each iteration."""
+    loops: tuple["LoopPlan", ...] = ()
+    """The loops in the body."""
+
+    @property
+    def released_bytes(self) -> int:
+        """Bytes of all iterations that are no longer kept."""
+        return self.trips * (self.before_bytes - self.after_bytes) if self.recompute else 0
+
+    @property
+    def recomputed(self) -> tuple[RegionDecision, ...]:
+        """The decisions that recompute."""
+        return tuple(d for d in self.decisions if d.recompute)
+
+    def __str__(self) -> str:
+        trips = f"{self.trips}" if self.trips_known else f"about {self.trips}"
+        before, after = format_bytes(self.before_bytes), format_bytes(self.after_bytes)
+        if not self.recompute:
+            return f"loop {self.loop}: keep {trips} x {before} ({self.reason})"
+        lines = [f"loop {self.loop}: {trips} x {before} -> {after}"]
+        lines += [f"  {line}" for d in self.decisions for line in str(d).splitlines()]
+        lines += [f"  {line}" for loop in self.loops for line in str(loop).splitlines()]
+        return "\n".join(lines)
+
+
+def _loop_plan(fields: dict[str, Any]) -> LoopPlan:
+    """The inverse of `dataclasses.asdict` for a `LoopPlan`."""
+    return LoopPlan(
+        **{
+            **fields,
+            "decisions": tuple(_decision(d) for d in fields["decisions"]),
+            "reread": tuple(fields["reread"]),
+            "loops": tuple(_loop_plan(loop) for loop in fields["loops"]),
+        }
+    )
+
+
+def _decision(fields: dict[str, Any]) -> RegionDecision:
+    return RegionDecision(**{**fields, "nodes": tuple(fields["nodes"])})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PeakMemory:
     """The predicted peak of a step and what it is made of, in bytes."""
 
@@ -82,6 +146,8 @@ class RecomputePlan:
     when the last one is."""
     sums: tuple[str, ...] = ()
     """Names of AddN ops of the backward pass that add up their terms one by one instead."""
+    loops: tuple[LoopPlan, ...] = ()
+    """The while loops whose gradients the step takes."""
     note: str = ""
     """What the reader must know: why nothing is changed, which ops were kept whole."""
     name: str = ""
@@ -98,7 +164,7 @@ class RecomputePlan:
         return self.before.total_bytes / max(self.after.total_bytes, 1)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.decisions))
+        return "\n".join(map(str, (*self.decisions, *self.loops)))
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -113,12 +179,13 @@ class RecomputePlan:
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            decisions = [
-                RegionDecision(**{**d, "nodes": tuple(d["nodes"])}) for d in fields["decisions"]
-            ]
+            decisions = {
+                "decisions": tuple(_decision(d) for d in fields["decisions"]),
+                "loops": tuple(_loop_plan(loop) for loop in fields["loops"]),
+            }
             peaks = {key: PeakMemory(**fields[key]) for key in ("before", "after")}
             names = {key: tuple(fields[key]) for key in ("untied", "sums")}
-            return cls(**{**fields, **peaks, **names, "decisions": tuple(decisions)})
+            return cls(**{**fields, **peaks, **names, **decisions})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"`text` must be what `RecomputePlan.to_json` returned. Received: {text[:80]!r}"

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, scheduling, tf_internals
+from tf_echo import gating, loop_rewriter, scheduling, tf_internals
 from tf_echo.graph_view import Node
-from tf_echo.plan import RecomputePlan, RegionDecision
-from tf_echo.tracing import Trace
+from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision
+from tf_echo.tracer import LoopTrace, Trace
 
 
 def rewrite(trace: Trace, plan: RecomputePlan) -> None:
@@ -35,6 +35,8 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
         _check(trace, decision)
     _check_ops(trace, plan.untied, "IdentityN")
     _check_ops(trace, plan.sums, "AddN")
+    for loop_plan, loop in _loops(trace, plan):
+        loop_rewriter.rewrite_loop(loop, loop_plan)
     if not plan.recomputed and not plan.untied and not plan.sums:
         return
     passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
@@ -45,6 +47,15 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     for tensor, source in passed.items():
         total = totals.get(trace.view.tensors[source].node)
         _read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
+
+
+def _loops(trace: Trace, plan: RecomputePlan) -> list[tuple[LoopPlan, LoopTrace]]:
+    """The loops to be rewritten, and their plans."""
+    loops = {loop.forward.name: loop for loop in trace.loops}
+    for loop in plan.loops:
+        if loop.loop not in loops:
+            raise ValueError(f"The plan names {loop.loop!r}, which is no loop of this graph.")
+    return [(loop, loops[loop.loop]) for loop in plan.loops]
 
 
 def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) -> None:

@@ -6,35 +6,17 @@ backward are told apart by reachability: forward is what the loss depends on, ba
 rest that leads to the gradients or follows from them.
 """
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_echo import tf_internals
-from tf_echo.graph_view import GraphView, ViewBuilder
-from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
+from tf_echo import loop_internals, tf_internals
+from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
+from tf_echo.tracer import Trace, Tracer, in_order
 
 NOMINAL_BATCH_SIZE = 32
 """Taken for an open batch size while sizes are worked out; plans are judged at a multiple of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Trace:
-    """A view together with the operations and tensors that it was taken from."""
-
-    graph: tf.Graph
-    view: GraphView
-    operations: tuple[tf.Operation, ...]
-    """The operation of each node of the view."""
-    open_batch: bool
-    """Whether the graph leaves the batch size open."""
-
-    def tensor(self, tensor: int) -> tf.Tensor:
-        """The TensorFlow tensor of a tensor id."""
-        _, node, index, *_ = self.view.tensors[tensor]
-        return self.operations[node].outputs[index]
 
 
 def flat_gradients(gradients: Iterable[object]) -> list[tf.Tensor]:
@@ -65,12 +47,17 @@ def trace_step(
     # Whatever has side effects runs, and updates may be linked through variables alone.
     roots += [op for op in graph.get_operations() if not op.outputs or op.op_def.is_stateful]
     needed = _ancestors(roots)
-    ordered = _in_order([op for op in graph.get_operations() if op in needed])
+    ordered = in_order([op for op in graph.get_operations() if op in needed])
     early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
     forward |= _forward_only(early, forward, _ancestors([g.op for g in gradients]))
     backward = _weight_gradients_first([op for op in ordered if op not in forward], forward)
     ordered = [op for op in ordered if op in forward] + backward
-    return _build(graph, ordered, forward, losses[-1], batch_size or NOMINAL_BATCH_SIZE)
+    nominal = NominalShapes(batch_size or NOMINAL_BATCH_SIZE)
+    tracer = Tracer(graph, nominal, nominal, loop_internals.gradient_loops(ordered))
+    for operation in ordered:
+        tracer.add(operation, operation not in forward)
+    name = f"{losses[-1].op.name}:{losses[-1].value_index}"
+    return tracer.finish(name, _weight_bytes(ordered))
 
 
 def depends_on_variables(loss: tf.Tensor) -> bool:
@@ -108,28 +95,6 @@ def _forward_only(
     return found
 
 
-def _in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Order of creation, except where an operation was given an input that is younger than
-    itself.
-    """
-    done: set[tf.Operation] = set()
-    ordered: list[tf.Operation] = []
-    for first in operations:
-        stack = [first]
-        while stack:
-            operation = stack[-1]
-            sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
-            missing = [source for source in sources if source not in done]
-            if missing and operation not in done:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            if operation not in done:
-                done.add(operation)
-                ordered.append(operation)
-    return ordered
-
-
 def _weight_gradients_first(
     operations: Sequence[tf.Operation], forward: set[tf.Operation]
 ) -> list[tf.Operation]:
@@ -164,53 +129,6 @@ def _weight_gradients_first(
         if operation not in moved:
             ordered += [*before.get(operation, ()), operation]
     return ordered
-
-
-def _build(
-    graph: tf.Graph,
-    operations: Sequence[tf.Operation],
-    forward: set[tf.Operation],
-    loss: tf.Tensor,
-    batch_size: int,
-) -> Trace:
-    builder, nominal = ViewBuilder(), NominalShapes(batch_size)
-    tensor_ids: dict[int, int] = {}
-    node_ids: dict[tf.Operation, int] = {}
-    kept: list[tf.Tensor] = []  # ids of Python objects are only unique while the objects live
-    for operation in operations:
-        outputs = list(operation.outputs)
-        static = [static_shape(output) for output in outputs]
-        shapes = nominal.add(operation, static)
-        node = builder.add(
-            operation.name,
-            operation.type,
-            [tensor_ids[id(t)] for t in operation.inputs],
-            [_output(*item) for item in zip(outputs, static, shapes, strict=True)],
-            [node_ids[c] for c in operation.control_inputs],
-            operation not in forward,
-        )
-        node_ids[operation] = node.id
-        for output, number in zip(outputs, node.outputs, strict=True):
-            tensor_ids[id(output)] = number
-            kept.append(output)
-    view = builder.finish(
-        f"{loss.op.name}:{loss.value_index}", _weight_bytes(operations), batch_size
-    )
-    open_batch = any(t.scales and t.known for t in view.tensors)
-    return Trace(graph, view, tuple(operations), open_batch)
-
-
-def _output(
-    tensor: tf.Tensor, static: Shape | None, shape: Shape | None
-) -> tuple[int, str, bool, bool]:
-    if tensor.dtype in (tf.resource, tf.variant):
-        return 0, dtype_name(tensor.dtype), False, True
-    if shape is None:
-        return 0, dtype_name(tensor.dtype), True, False
-    nbytes = tensor.dtype.size
-    for side in shape:
-        nbytes *= side
-    return nbytes, dtype_name(tensor.dtype), static is None, True
 
 
 def _weight_bytes(operations: Sequence[tf.Operation]) -> int:

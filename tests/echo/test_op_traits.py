@@ -32,7 +32,7 @@ def test_no_replayable_op_takes_a_resource():
 
 def test_views_have_one_output_for_each_input_whose_memory_they_share():
     for name, traits in TRAITS.items():
-        if traits.kind is Kind.VIEW:
+        if traits.kind is Kind.VIEW and name != "TensorListGetItem":  # shares a part of its list
             op_def = op_def_registry.get(name)
             assert len(op_def.output_arg) == 1
             assert op_def.input_arg[0].type_attr == op_def.output_arg[0].type_attr
@@ -42,7 +42,7 @@ def test_inputs_that_fix_a_shape_or_an_axis_are_never_gated():
     """Inputs with a fixed integer type, or a type attribute of their own that allows nothing but
     integers, are shapes and axes."""
     data = {("OneHot", 0), ("ReverseSequence", 0), ("GatherNd", 1), ("Gather", 1), ("GatherV2", 1)}
-    data.add(("SparseSoftmaxCrossEntropyWithLogits", 1))
+    data |= {("SparseSoftmaxCrossEntropyWithLogits", 1), ("TensorListGetItem", 1)}
     for name, traits in TRAITS.items():
         if not op_traits.is_replayable(name) or traits.kind is Kind.RANDOM:
             continue

@@ -1,0 +1,117 @@
+"""How much memory a loop keeps for its gradient, and needs while it runs.
+
+What the gradient reads of an iteration is kept, so the bytes of one iteration are kept as often as
+the body runs. What an iteration needs besides is there once. Parts of the loop's inputs and reads
+of variables share memory with what is there anyway, unless XLA compiles the loop: it copies
+whatever is kept, and keeps weights once for each iteration.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from tf_echo.graph_view import GraphView, Loop, LoopBytes
+from tf_echo.memory_model import Timeline, simulate
+
+NOTHING = LoopBytes(0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopMemory:
+    """What a loop and its gradient hold besides their inputs and results."""
+
+    kept: LoopBytes
+    """Of one iteration, kept for the gradient."""
+    forward_work: LoopBytes
+    backward_work: LoopBytes
+
+
+def tensor_sizes(loop: Loop, memory: LoopMemory | None = None) -> dict[int, int]:
+    """The sizes of the tensors that stand for what the loop keeps and needs, in bytes."""
+    memory = memory or loop_memory(loop, loop.body)
+    sizes: dict[int, int] = {}
+    for tensors, found, factor in (
+        (loop.kept, memory.kept, loop.trips),
+        (loop.forward_work, memory.forward_work, 1),
+        (loop.backward_work, memory.backward_work, 1),
+    ):
+        sizes.update(zip(tensors, (factor * found.scaling, factor * found.fixed), strict=True))
+    return sizes
+
+
+def resized(view: GraphView, memories: Mapping[int, LoopMemory]) -> GraphView:
+    """The view with other sizes for what its loops keep and need.
+
+    Args:
+        view: the view.
+        memories: by the loop's place in `view.loops`.
+    """
+    tensors = list(view.tensors)
+    for place, memory in memories.items():
+        for number, nbytes in tensor_sizes(view.loops[place], memory).items():
+            tensors[number] = tensors[number]._replace(nbytes=nbytes)
+    return dataclasses.replace(view, tensors=tuple(tensors))
+
+
+def loop_memory(loop: Loop, body: GraphView, reread: bool = False) -> LoopMemory:
+    """What a loop keeps and needs.
+
+    Args:
+        loop: the loop.
+        body: one iteration, as it is or with something recomputed.
+        reread: whether what can be read again is, instead of being kept; see `read_again`.
+    """
+    kept = _kept(loop, body, reread)
+    once, twice = simulate(body), simulate(body, 2.0)
+    single, double = _work(body, once), _work(body, twice)
+    forward = LoopBytes(max(double[0] - single[0], 0), max(2 * single[0] - double[0], 0))
+    backward = LoopBytes(
+        max(double[1] - single[1] - kept.scaling, 0),
+        max(2 * single[1] - double[1] - kept.fixed, 0),
+    )
+    return LoopMemory(kept, forward, backward)
+
+
+def read_again(loop: Loop, body: GraphView) -> list[str]:
+    """Names of tensors that the backward loop can read again where XLA would keep a copy of each
+    iteration: variables, parts of the loop's inputs.
+
+    Args:
+        loop: the loop.
+        body: one iteration, as it is or with something recomputed.
+    """
+    if not loop.compiled:
+        return []
+    sources = [t for t in sorted(body.residuals) if body.is_source(t)]
+    return [
+        body.tensor_name(t)
+        for t in sources
+        if body.nodes[body.tensors[t].node].op not in _NEVER_KEPT
+        and body.nodes[body.tensors[body.buffers[t]].node].name not in loop.changed
+    ]
+
+
+def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
+    if loop.compiled:
+        again = set(read_again(loop, body)) if reread else set()
+        found = {
+            t
+            for t in body.residuals
+            if body.nodes[body.tensors[t].node].op not in _NEVER_KEPT
+            and body.tensor_name(t) not in again
+        }
+    else:
+        found = {body.buffers[t] for t in body.residuals if not body.is_source(t)}
+    sizes = [0, 0]
+    for tensor in found:
+        sizes[not body.tensors[tensor].scales] += body.tensors[tensor].nbytes
+    return LoopBytes(*sizes)
+
+
+_NEVER_KEPT = frozenset(("Const", "Placeholder"))
+"""Constants are copied, and constants of the loop handed to its gradient."""
+
+
+def _work(body: GraphView, timeline: Timeline) -> tuple[int, int]:
+    """The most that the forward and the backward part of an iteration hold."""
+    end = timeline.order.index(body.tensors[body.loss].node)
+    return max(timeline.usage[: end + 1], default=0), max(timeline.usage[end:], default=0)

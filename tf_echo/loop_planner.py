@@ -1,0 +1,129 @@
+"""Plan the bodies of loops, with the planner that plans whole steps.
+
+The body of a loop runs many times, and what its gradient reads is kept each time. So what a body
+keeps weighs as often as it runs, and what recomputing needs for a moment weighs once. Constants of
+the loop cost nothing to keep (figure 8 of the paper), what changes from one iteration to the next
+is there anyway.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from tf_echo import evaluation, loop_memory
+from tf_echo.graph_view import GraphView, Loop
+from tf_echo.loop_memory import LoopMemory
+from tf_echo.plan import LoopPlan, RegionDecision, format_bytes
+
+Decide = Callable[[GraphView], list[list[RegionDecision]]]
+"""Ways to decide upon the regions of a body."""
+
+_MIN_SHARE = 0.05
+"""A loop is recomputed if that saves at least this part of what it holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopChoice:
+    """A loop's plan, and what the loop then keeps and needs."""
+
+    plan: LoopPlan
+    memory: LoopMemory
+
+
+def plan_loops(view: GraphView, decide: Decide) -> list[LoopChoice]:
+    """A plan for each loop of a view, each judged by itself."""
+    return [_plan_loop(view, loop, decide) for loop in view.loops]
+
+
+def keep(choice: LoopChoice, loop: Loop, reason: str) -> LoopChoice:
+    """The same loop left as it is."""
+    return LoopChoice(_keep(choice.plan, reason), loop_memory.loop_memory(loop, loop.body))
+
+
+def _keep(plan: LoopPlan, reason: str) -> LoopPlan:
+    return dataclasses.replace(
+        plan,
+        recompute=False,
+        after_bytes=plan.before_bytes,
+        reason=reason,
+        decisions=tuple(evaluation.drop(d, reason) for d in plan.decisions),
+        reread=(),
+        loops=tuple(_keep(inner, reason) for inner in plan.loops),
+    )
+
+
+def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
+    inner = plan_loops(loop.body, decide)
+    memories = {place: choice.memory for place, choice in enumerate(inner)}
+    body = loop_memory.resized(loop.body, memories)
+    before = loop_memory.loop_memory(loop, loop.body)
+    trials = []
+    for decisions in decide(body):
+        chosen = evaluation.drop_trivial(decisions)
+        rewired = evaluation.rewire(body, chosen).view
+        after = loop_memory.loop_memory(loop, rewired, reread=True)
+        trials.append((_weight(loop, after), chosen, after, rewired))
+    weight, decisions, memory, rewired = min(trials, key=lambda trial: trial[0])
+    choice = LoopChoice(
+        LoopPlan(
+            view.nodes[loop.forward].name,
+            loop.trips,
+            loop.trips_known,
+            True,
+            before.kept.total,
+            memory.kept.total,
+            "fewer bytes are kept",
+            not loop.compiled,
+            tuple(decisions),
+            tuple(loop_memory.read_again(loop, rewired)),
+            tuple(choice.plan for choice in inner),
+        ),
+        memory,
+    )
+    if weight > (1 - _MIN_SHARE) * _weight(loop, before):
+        return keep(choice, loop, _why_keep(before, memory))
+    return choice
+
+
+def _why_keep(before: LoopMemory, after: LoopMemory) -> str:
+    if not before.kept.total:
+        return "it keeps nothing"
+    return (
+        f"would keep {format_bytes(after.kept.total)} of {format_bytes(before.kept.total)} an "
+        "iteration"
+    )
+
+
+def _weight(loop: Loop, memory: LoopMemory) -> int:
+    """The most that the loop holds besides its inputs and results."""
+    work = max(memory.forward_work.total, memory.backward_work.total)
+    return loop.trips * memory.kept.total + work
+
+
+def apply(view: GraphView, choices: Sequence[LoopChoice]) -> GraphView:
+    """The view with what its loops keep and need as chosen."""
+    return loop_memory.resized(view, {place: c.memory for place, c in enumerate(choices)})
+
+
+def choose(
+    view: GraphView,
+    choices: Sequence[LoopChoice],
+    peak: Callable[[GraphView], int],
+    tolerance: float,
+) -> list[LoopChoice]:
+    """Leaves the loops as they are that the peak does not depend on.
+
+    Args:
+        view: the step.
+        choices: for each loop of the view.
+        peak: the peak of a view of the step, all else being decided.
+        tolerance: by which part the peak may rise.
+    """
+    found = list(choices)
+    limit = peak(apply(view, found)) * (1 + tolerance)
+    places = [p for p, c in enumerate(choices) if c.plan.recompute]
+    for place in sorted(places, key=lambda p: choices[p].plan.released_bytes):
+        trial = list(found)
+        trial[place] = keep(found[place], view.loops[place], "the peak does not depend on it")
+        if peak(apply(view, trial)) <= limit:
+            found = trial
+    return found

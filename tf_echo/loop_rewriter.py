@@ -1,0 +1,107 @@
+"""Carry out the plan of a loop: the gradient's body makes again what the forward body no longer
+keeps.
+
+Both bodies are graphs of their own, so nothing can merge a copy with its original. Copies wait for
+the upstream gradient: TensorFlow runs many iterations of a loop side by side where it can.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tf_echo import loop_internals, tf_internals
+from tf_echo.plan import LoopPlan, RegionDecision
+from tf_echo.tracer import LoopTrace
+
+
+def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
+    """Applies the plan of a loop to the loop and its gradient.
+
+    Args:
+        trace: the trace of the loop that the plan was made for.
+        plan: any plan whose nodes exist in the body.
+    """
+    if plan.in_order:
+        for loop in (trace.forward, trace.backward):
+            loop_internals.run_in_order(loop)
+    if not plan.recompute:
+        return
+    inner = {loop.forward.name: loop for loop in trace.body.loops}
+    for loop_plan in plan.loops:
+        rewrite_loop(inner[loop_plan.loop], loop_plan)
+    editor = loop_internals.LoopEditor(trace.forward, trace.backward)
+    rewriting = _Rewriting(trace, editor, plan.reread)
+    for decision in plan.recomputed:
+        rewriting.recompute(decision)
+    rewriting.read_again()
+    editor.drop_unread()
+    editor.finish()
+
+
+class _Rewriting:
+    """A loop while its gradient's body is being changed."""
+
+    def __init__(self, trace: LoopTrace, editor: loop_internals.LoopEditor, reread: Sequence[str]):
+        self.trace, self.editor = trace.body, editor
+        view = trace.body.view
+        self.reread = frozenset(view.tensor_named(name) for name in reread)
+        self.roots = frozenset(view.buffers[t] for t in self.reread)
+        self.view, self.graph = trace.body.view, trace.body.graph
+        self.again: dict[int, tf.Tensor] = {}
+        self.gates: dict[int, tf.Operation] = {}
+
+    def recompute(self, decision: RegionDecision) -> None:
+        """Adds copies of a region's ops and lets the gradient read them."""
+        nodes = [self.view.node(name) for name in decision.nodes]
+        gate = self._gate(self.view.tensor_named(decision.gate))
+        copies: dict[int, tf.Tensor] = {}
+        for node in nodes:
+            operation = self.trace.operations[node.id]
+            inputs = [copies[t] if t in copies else self._input(t) for t in node.inputs]
+            outputs = self._copy(operation, inputs)
+            if gate is not None and copies.keys().isdisjoint(node.inputs):
+                tf_internals.wait_for(outputs[0].op, gate)
+            copies.update(zip(node.outputs, outputs, strict=True))
+        for tensor, copied in copies.items():
+            self._redirect(tensor, copied)
+
+    def read_again(self) -> None:
+        """Lets the gradient read variables, and parts of the loop's inputs, by itself."""
+        for tensor in sorted(self.reread):
+            self._redirect(tensor, self._input(tensor))
+
+    def _input(self, tensor: int) -> tf.Tensor:
+        """What a tensor of the forward body is in the gradient's body: kept or read again."""
+        view, operation = self.view, self.trace.operations[self.view.tensors[tensor].node]
+        node = view.nodes[view.tensors[tensor].node]
+        if view.buffers[tensor] not in self.roots or not node.inputs:
+            return self.editor.keep(self.trace.tensor(tensor))
+        if tensor not in self.again:
+            outputs = self._copy(operation, [self._input(t) for t in node.inputs])
+            self.again.update(zip(node.outputs, outputs, strict=True))
+        return self.again[tensor]
+
+    def _copy(self, operation: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(""):
+            name = f"{operation.name}/recompute"
+            outputs = tf_internals.copy_operation(self.graph, operation, inputs, name)
+            tf_internals.place_like(outputs, operation)
+        return outputs
+
+    def _gate(self, tensor: int) -> tf.Operation | None:
+        """An operation that runs when the gate is there; None if that is from the start."""
+        if not self.view.nodes[self.view.tensors[tensor].node].backward:
+            return None
+        if tensor not in self.gates:
+            # Arguments of a function cannot be waited for.
+            with self.graph.as_default(), tf.control_dependencies(None):
+                self.gates[tensor] = tf.identity(self.trace.tensor(tensor)).op
+        return self.gates[tensor]
+
+    def _redirect(self, tensor: int, other: tf.Tensor) -> None:
+        for reader in sorted(set(self.view.consumers[tensor])):
+            node = self.view.nodes[reader]
+            if node.backward:
+                for place, read in enumerate(node.inputs):
+                    if read == tensor and place < len(self.trace.operations[reader].inputs):
+                        tf_internals.replace_input(self.trace.operations[reader], place, other)

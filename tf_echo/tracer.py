@@ -1,0 +1,348 @@
+"""Make views of operations, loops and their bodies included.
+
+A loop and its gradient are two nodes of the view around them, and one iteration of both is a view
+of its own: what TensorFlow keeps on lists from one to the other is there simply read by the
+backward part. So bodies are planned like whole steps.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tf_echo import loop_internals, loop_memory
+from tf_echo.graph_view import GraphView, Loop, ViewBuilder
+from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopTrace:
+    """A loop of a view together with its operations."""
+
+    loop: Loop
+    forward: tf.Operation
+    backward: tf.Operation
+    body: "Trace"
+    """One iteration. What is recomputed is added to the graph of the gradient's body."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A view together with the operations and tensors that it was taken from."""
+
+    graph: tf.Graph
+    view: GraphView
+    operations: tuple[tf.Operation, ...]
+    """The operation of each node of the view."""
+    loops: tuple[LoopTrace, ...] = ()
+    """Those of the view, in the same order."""
+    whole: tuple[str, ...] = ()
+    """The loops with a gradient that are not looked into, each with the reason."""
+
+    @property
+    def open_batch(self) -> bool:
+        """Whether the graph leaves the batch size open."""
+        return any(t.scales and t.known and t.nbytes for t in self.view.tensors)
+
+    def tensor(self, tensor: int) -> tf.Tensor:
+        """The TensorFlow tensor of a tensor id."""
+        _, node, index, *_ = self.view.tensors[tensor]
+        return self.operations[node].outputs[index]
+
+
+class Tracer:
+    """Makes a view of operations, which are added in an order in which they may run.
+
+    Args:
+        graph: the graph that what is recomputed will be added to.
+        nominal: sizes of the forward operations.
+        backward_nominal: sizes of the backward operations.
+        gradients: for each loop its gradient loops.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        nominal: NominalShapes,
+        backward_nominal: NominalShapes,
+        gradients: Mapping[tf.Operation, Sequence[tf.Operation]],
+    ):
+        self.graph, self.nominal, self.backward_nominal = graph, nominal, backward_nominal
+        self.builder = ViewBuilder()
+        self.operations: list[tf.Operation] = []
+        self.loops: list[LoopTrace] = []
+        self.whole = [
+            f"{forward.name} (its gradient is taken {len(found)} times)"
+            for forward, found in gradients.items()
+            if len(found) > 1
+        ]
+        self._gradient_of = {f: found[0] for f, found in gradients.items() if len(found) == 1}
+        self._forward_of = {b: f for f, b in self._gradient_of.items()}
+        self._numbers: dict[int, int] = {}
+        self._nodes: dict[tf.Operation, int] = {}
+        self._named: list[tf.Tensor] = []
+        """Ids of Python objects are only unique while the objects live."""
+
+    def name(self, tensor: tf.Tensor, number: int) -> None:
+        """Lets a TensorFlow tensor stand for a tensor of the view."""
+        self._numbers[id(tensor)] = number
+        self._named.append(tensor)
+
+    def number(self, tensor: tf.Tensor) -> int:
+        """The tensor of the view that a TensorFlow tensor stands for."""
+        return self._numbers[id(tensor)]
+
+    def tensor(self, number: int) -> tf.Tensor:
+        """The TensorFlow tensor that a tensor of the view was made for."""
+        made = self.builder.tensors[number]
+        return self.operations[made.node].outputs[made.output_index]
+
+    def add(self, operation: tf.Operation, backward: bool) -> None:
+        """Adds an operation."""
+        inputs = [self.number(t) for t in operation.inputs]
+        kind = operation.type
+        if kind == "TensorListGetItem" and not self._is_constant(operation.inputs[0]):
+            kind = "TensorListGetItem(changing)"
+        self._add(operation, kind, inputs, backward)
+
+    def add_variable(self, operation: tf.Operation, after: Sequence[int], backward: bool) -> None:
+        """Adds the placeholder of what changes from one iteration of a loop to the next.
+
+        Args:
+            operation: the placeholder.
+            after: the tensors that must be there before.
+            backward: whether it belongs to the backward loop.
+        """
+        self._add(operation, "LoopVariable", after, backward)
+
+    def add_end(self, results: Iterable[tf.Tensor], loop: tf.Operation) -> int:
+        """Adds the end of an iteration of the forward loop, and returns its tensor."""
+        numbers = [self.number(t) for t in results]
+        node = self.builder.add("LoopEnd", "LoopEnd", numbers, [(0, "float32", False, True)])
+        self.operations.append(loop)
+        return node.outputs[0]
+
+    def _add(
+        self, operation: tf.Operation, kind: str, inputs: Sequence[int], backward: bool
+    ) -> None:
+        nominal = self.backward_nominal if backward else self.nominal
+        static = [static_shape(output) for output in operation.outputs]
+        shapes = nominal.add(operation, static)
+        sizes = [
+            _size(*item, nominal) for item in zip(operation.outputs, static, shapes, strict=True)
+        ]
+        # What loops keep and need: sizes are filled in when the gradient has been added.
+        forward = self._forward_of.get(operation)
+        extra = 4 * (operation in self._gradient_of) + 2 * (forward is not None)
+        sizes += [(0, "variant", place % 2 == 0, True) for place in range(extra)]
+        if forward is not None:
+            inputs = [*inputs, *self._extra(forward)[:2]]
+        control = [self._nodes[c] for c in operation.control_inputs if c in self._nodes]
+        node = self.builder.add(operation.name, kind, inputs, sizes, control, backward)
+        self._nodes[operation] = node.id
+        self.operations.append(operation)
+        for output, number in zip(operation.outputs, node.outputs, strict=False):
+            self.name(output, number)
+        if forward is not None:
+            self._add_loop(forward, operation)
+
+    def finish(self, loss: str, weight_bytes: int = 0) -> Trace:
+        """The trace of all that was added."""
+        tensors = self.builder.tensors
+        for trace in self.loops:
+            for number, nbytes in loop_memory.tensor_sizes(trace.loop).items():
+                tensors[number] = tensors[number]._replace(nbytes=nbytes)
+        view = self.builder.finish(loss, weight_bytes, self.nominal.batch_size)
+        view = dataclasses.replace(view, loops=tuple(trace.loop for trace in self.loops))
+        operations, loops = tuple(self.operations), tuple(self.loops)
+        return Trace(self.graph, view, operations, loops, tuple(self.whole))
+
+    def _extra(self, loop: tf.Operation) -> tuple[int, ...]:
+        """The tensors of a loop's node that TensorFlow does not have."""
+        return self.builder.nodes[self._nodes[loop]].outputs[len(loop.outputs) :]
+
+    def _is_constant(self, tensor: tf.Tensor) -> bool:
+        """Whether a list of tensors is made at once, so that what it holds shares its memory."""
+        node = self.builder.nodes[self.builder.tensors[self.number(tensor)].node]
+        return node.op in ("Placeholder", "TensorListFromTensor")
+
+    def _add_loop(self, forward: tf.Operation, backward: tf.Operation) -> None:
+        inside = self.nominal.bodies.get(forward)
+        inside_gradient = self.backward_nominal.bodies.get(backward)
+        if inside is None or inside_gradient is None:
+            return
+        body = _trace_body(self, forward, backward, inside, inside_gradient)
+        kept, work, backward_work = (
+            *_pairs(self._extra(forward)),
+            *_pairs(self._extra(backward)),
+        )
+        compiled = loop_internals.is_compiled(forward.graph)
+        loop = Loop(
+            self._nodes[forward],
+            self._nodes[backward],
+            *self.nominal.trips[forward],
+            compiled,
+            body.view,
+            kept,
+            work,
+            backward_work,
+            _changed(body, forward, backward) if compiled else frozenset(),
+        )
+        self.whole += body.whole
+        self.loops.append(LoopTrace(loop, forward, backward, body))
+
+
+def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+class _Links(NamedTuple):
+    """Which placeholders of a gradient's body stand for what of the forward body."""
+
+    same: dict[int, tf.Tensor]
+    """By the placeholder's id, a constant of the loop."""
+    popped: dict[int, tf.Tensor]
+    """By the placeholder's id, the tensor that is pushed on the list that it holds."""
+    pushes: frozenset[tf.Operation]
+    """The operations that push, and the placeholders of the lists."""
+
+
+def _links(outer: Tracer, forward: tf.Operation, backward: tf.Operation) -> _Links:
+    body, gradient = loop_internals.body_graph(forward), loop_internals.body_graph(backward)
+    constants = {
+        id(outside): inside
+        for outside, inside, output in zip(forward.inputs, body.inputs, body.outputs, strict=True)
+        if inside is output
+    }
+    links = _Links({}, {}, frozenset())
+    pushes: set[tf.Operation] = set()
+    for given, inside, output in zip(
+        backward.inputs, gradient.inputs, gradient.outputs, strict=True
+    ):
+        source = outer.tensor(outer.number(given))
+        place = source.value_index if source.op is forward else None
+        push = None if place is None else body.outputs[place].op
+        if inside is output and place is not None and body.inputs[place] is body.outputs[place]:
+            links.same[id(inside)] = body.inputs[place]
+        elif inside is output and id(source) in constants:
+            links.same[id(inside)] = constants[id(source)]
+        elif (
+            push is not None
+            and push.type == "TensorListPushBack"
+            and push.inputs[0] is body.inputs[place]
+            and output.op.type == "TensorListPopBack"
+            and output.op.inputs[0] is inside
+        ):
+            links.popped[id(inside)] = push.inputs[1]
+            pushes |= {push, body.inputs[place].op}
+    return links._replace(pushes=frozenset(pushes))
+
+
+def _trace_body(
+    outer: Tracer,
+    forward: tf.Operation,
+    backward: tf.Operation,
+    nominal: NominalShapes,
+    backward_nominal: NominalShapes,
+) -> Trace:
+    """One iteration of a loop and of its gradient."""
+    body, gradient = loop_internals.body_graph(forward), loop_internals.body_graph(backward)
+    operations, gradient_operations = body.get_operations(), gradient.get_operations()
+    links = _links(outer, forward, backward)
+    tracer = Tracer(
+        gradient,
+        nominal,
+        backward_nominal,
+        loop_internals.gradient_loops([*operations, *gradient_operations]),
+    )
+    pairs = zip(body.inputs, body.outputs, strict=True)
+    variables = {i.op for i, o in pairs if i is not o}
+    for operation in in_order([op for op in operations if op not in links.pushes]):
+        if operation in variables:
+            tracer.add_variable(operation, (), backward=False)
+        else:
+            tracer.add(operation, backward=False)
+    end = tracer.add_end((t for t in body.outputs if t.op not in links.pushes), forward)
+    arguments = {id(t) for t in gradient.inputs}
+    for operation in in_order(gradient_operations):
+        outputs = operation.outputs
+        first = id(outputs[0]) if outputs else -1
+        if first in links.same:
+            tracer.name(outputs[0], tracer.number(links.same[first]))
+        elif first in links.popped:
+            tracer.name(outputs[0], end)
+        elif operation.type == "TensorListPopBack" and id(operation.inputs[0]) in links.popped:
+            tracer.name(outputs[0], end)
+            tracer.name(outputs[1], tracer.number(links.popped[id(operation.inputs[0])]))
+        elif first in arguments:
+            tracer.add_variable(operation, (end,), backward=True)
+        else:
+            tracer.add(operation, backward=True)
+    return tracer.finish("LoopEnd")
+
+
+def _changed(body: Trace, forward: tf.Operation, backward: tf.Operation) -> frozenset[str]:
+    """Nodes of a body that read variables which something writes before the backward loop runs: in
+    the loop, or after it was created and before its gradient was.
+    """
+    inside = loop_internals.body_graph(forward)
+    places = {id(t): place for place, t in enumerate(inside.inputs)}
+    after = set(_created_between(forward, backward))
+    found = set()
+    for node in body.view.nodes:
+        if node.op == "ReadVariableOp" and not node.backward:
+            handle = body.tensor(node.inputs[0])
+            outside = forward.inputs[places[id(handle)]] if id(handle) in places else handle
+            users = [*handle.consumers(), *(u for u in outside.consumers() if u in after)]
+            if not all(loop_internals.only_reads(u, handle, outside) for u in users):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def _created_between(first: tf.Operation, last: tf.Operation) -> Sequence[tf.Operation]:
+    operations: list[tf.Operation] = first.graph.get_operations()
+    end = operations.index(last) if last.graph is first.graph else len(operations)
+    return operations[operations.index(first) : end]
+
+
+def in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Order of creation, except where an operation was given an input that is younger than
+    itself.
+    """
+    done: set[tf.Operation] = set()
+    ordered: list[tf.Operation] = []
+    for first in operations:
+        stack = [first]
+        while stack:
+            operation = stack[-1]
+            sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
+            missing = [source for source in sources if source not in done]
+            if missing and operation not in done:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if operation not in done:
+                done.add(operation)
+                ordered.append(operation)
+    return ordered
+
+
+def _size(
+    tensor: tf.Tensor, static: Shape | None, shape: Shape | None, nominal: NominalShapes
+) -> tuple[int, str, bool, bool]:
+    if tensor.dtype == tf.variant and tensor.op.type in (
+        *loop_internals.LOOPS,
+        "TensorListFromTensor",
+    ):
+        items = nominal.list_of(tensor)
+        if items is not None:
+            return items.nbytes, "variant", items.scales, True
+    if tensor.dtype in (tf.resource, tf.variant):
+        return 0, dtype_name(tensor.dtype), False, True
+    if shape is None:
+        return 0, dtype_name(tensor.dtype), True, False
+    nbytes = tensor.dtype.size
+    for side in shape:
+        nbytes *= side
+    return nbytes, dtype_name(tensor.dtype), static is None, True
