@@ -142,7 +142,10 @@ class LoopEditor:
         if tensor.graph is self.forward_body:
             tensor = self.forward.outputs[_place(self.forward_body.outputs, tensor)]
         graph = self.backward.graph
-        return tensor if tensor.graph is graph else graph.capture(tensor)
+        if tensor.graph is graph:
+            return tensor
+        with graph.as_default(), tf.control_dependencies(None):
+            return graph.capture(tensor)
 
 
 def _place(tensors: Sequence[tf.Tensor], wanted: tf.Tensor) -> int | None:

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, tf_internals
+from tf_echo import loop_internals, op_traits, regions, tf_internals
+from tf_echo.graph_view import Node
+from tf_echo.op_traits import Kind
 from tf_echo.plan import LoopPlan, RegionDecision
 from tf_echo.tracer import LoopTrace
 
@@ -26,10 +28,10 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
             loop_internals.run_in_order(loop)
     if not plan.recompute:
         return
+    editor = loop_internals.LoopEditor(trace.forward, trace.backward)
     inner = {loop.forward.name: loop for loop in trace.body.loops}
     for loop_plan in plan.loops:
         rewrite_loop(inner[loop_plan.loop], loop_plan)
-    editor = loop_internals.LoopEditor(trace.forward, trace.backward)
     rewriting = _Rewriting(trace, editor, plan.reread)
     for decision in plan.recomputed:
         rewriting.recompute(decision)
@@ -42,7 +44,7 @@ class _Rewriting:
     """A loop while its gradient's body is being changed."""
 
     def __init__(self, trace: LoopTrace, editor: loop_internals.LoopEditor, reread: Sequence[str]):
-        self.trace, self.editor = trace.body, editor
+        self.trace, self.editor, self.compiled = trace.body, editor, trace.loop.compiled
         view = trace.body.view
         self.reread = frozenset(view.tensor_named(name) for name in reread)
         self.roots = frozenset(view.buffers[t] for t in self.reread)
@@ -74,12 +76,20 @@ class _Rewriting:
         """What a tensor of the forward body is in the gradient's body: kept or read again."""
         view, operation = self.view, self.trace.operations[self.view.tensors[tensor].node]
         node = view.nodes[view.tensors[tensor].node]
-        if view.buffers[tensor] not in self.roots or not node.inputs:
+        again = view.buffers[tensor] in self.roots or self._is_shape(node)
+        if not again or not node.inputs:
             return self.editor.keep(self.trace.tensor(tensor))
         if tensor not in self.again:
             outputs = self._copy(operation, [self._input(t) for t in node.inputs])
             self.again.update(zip(node.outputs, outputs, strict=True))
         return self.again[tensor]
+
+    def _is_shape(self, node: Node) -> bool:
+        """Whether XLA must know what the node makes when it compiles, so that no list may hold
+        it.
+        """
+        known = self.view.kinds[node.id] is Kind.METADATA or op_traits.is_replayable(node.op)
+        return self.compiled and known and regions.is_shape_arithmetic(self.view, node)
 
     def _copy(self, operation: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(""):

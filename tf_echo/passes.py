@@ -76,7 +76,8 @@ def plan_view(
     else:
         choice = best(view)
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
-    note = " ".join(filter(None, (choice.note, _kept_whole(view))))
+    in_loops = any(loop.plan.recompute for loop in loops)
+    note = " ".join(filter(None, ("" if in_loops else choice.note, _kept_whole(view))))
     return RecomputePlan(
         policy,
         choice.decisions,

@@ -38,7 +38,7 @@ def partition(view: GraphView) -> list[Region]:
         not node.backward
         and gating.may_replay(view, node)
         and all(view.tensors[t].known for t in node.outputs)
-        and not _is_shape_arithmetic(view, node)
+        and not is_shape_arithmetic(view, node)
         for node in view.nodes
     ]
     levels = _levels(view, replayable)
@@ -67,7 +67,7 @@ def partition(view: GraphView) -> list[Region]:
     ]
 
 
-def _is_shape_arithmetic(view: GraphView, node: Node) -> bool:
+def is_shape_arithmetic(view: GraphView, node: Node) -> bool:
     """Few integers: cheap to keep, and XLA must know them when it compiles."""
     outputs = [view.tensors[t] for t in node.outputs]
     return all(t.dtype in ("int32", "int64") and t.nbytes <= _SHAPE_BYTES for t in outputs)

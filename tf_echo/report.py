@@ -1,6 +1,8 @@
 """A plan as a table for people."""
 
-from tf_echo.plan import MIB, PeakMemory, RecomputePlan, RegionDecision
+from collections.abc import Sequence
+
+from tf_echo.plan import MIB, LoopPlan, PeakMemory, RecomputePlan, RegionDecision
 
 _LAYER_WIDTH = 40
 _SMALL_BYTES = MIB // 8
@@ -16,22 +18,12 @@ def report(plan: RecomputePlan, every_region: bool = False) -> str:
 
     Returns:
         One line a region (region, layer, ops that run again of all, decision, MiB released, MiB
-        kept, ms added, reason), totals, and the predicted peak before and after with its parts.
+        kept, ms added, reason), totals, the same for one iteration of each loop with what the loop
+        keeps of an iteration and in all, and the predicted peak before and after with its parts.
     """
-    header = ("region", "layer", "ops", "decision", "released", "kept", "ms", "reason")
-    shown = [d for d in plan.decisions if every_region or _is_worth_a_line(d)]
-    rows = [_row(d) for d in shown]
-    hidden = len(plan.decisions) - len(shown)
-    rows.append(_totals(plan))
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
-    lines = [
-        _title(plan),
-        _line(header, widths),
-        _line(["-" * w for w in widths] + ["-" * 6], widths),
-    ]
-    lines += [_line(row, widths) for row in rows]
-    if hidden:
-        lines.append(f"{hidden} small regions that are kept are not listed.")
+    lines = [_title(plan), *_table(plan.decisions, every_region)]
+    for loop in plan.loops:
+        lines += _loop_lines(loop, every_region)
     if plan.sums:
         lines.append(f"{len(plan.sums)} sums of gradients are built up term by term.")
     if plan.untied:
@@ -42,8 +34,41 @@ def report(plan: RecomputePlan, every_region: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _is_worth_a_line(decision: RegionDecision) -> bool:
-    return decision.recompute or decision.released_bytes >= _SMALL_BYTES
+def _table(decisions: Sequence[RegionDecision], every_region: bool, times: int = 1) -> list[str]:
+    header = ("region", "layer", "ops", "decision", "released", "kept", "ms", "reason")
+    shown = [d for d in decisions if every_region or _is_worth_a_line(d, times)]
+    rows = [_row(d) for d in shown]
+    rows.append(_totals(decisions))
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    lines = [_line(header, widths), _line(["-" * w for w in widths] + ["-" * 6], widths)]
+    lines += [_line(row, widths) for row in rows]
+    if len(shown) < len(decisions):
+        lines.append(f"{len(decisions) - len(shown)} small regions that are kept are not listed.")
+    return lines
+
+
+def _loop_lines(loop: LoopPlan, every_region: bool) -> list[str]:
+    """What becomes of a loop, its regions, and the loops in it."""
+    count = f"{loop.trips}" if loop.trips_known else f"nominally {loop.trips}"
+    each, all_of_it = (
+        f"{_mib(loop.before_bytes * factor)} -> {_mib(loop.after_bytes * factor)}"
+        for factor in (1, loop.trips)
+    )
+    lines = ["", f"Loop {loop.loop}, {count} iterations: keeps {each} of each, {all_of_it} in all."]
+    if loop.in_order:
+        lines.append("Each iteration waits for the one before.")
+    if loop.reread:
+        lines.append(f"{len(loop.reread)} variables or inputs are read again instead of kept.")
+    if not loop.recompute:
+        return [*lines, f"Nothing is recomputed in it: {loop.reason}."]
+    lines += _table(loop.decisions, every_region, loop.trips)
+    for inner in loop.loops:
+        lines += _loop_lines(inner, every_region)
+    return lines
+
+
+def _is_worth_a_line(decision: RegionDecision, times: int) -> bool:
+    return decision.recompute or times * decision.released_bytes >= _SMALL_BYTES
 
 
 def _title(plan: RecomputePlan) -> str:
@@ -70,8 +95,8 @@ def _row(decision: RegionDecision) -> list[str]:
     ]
 
 
-def _totals(plan: RecomputePlan) -> list[str]:
-    chosen = plan.recomputed
+def _totals(decisions: Sequence[RegionDecision]) -> list[str]:
+    chosen = [d for d in decisions if d.recompute]
     return [
         "total",
         "",

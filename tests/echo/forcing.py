@@ -1,12 +1,12 @@
 """Make the planner go further than it would, to put more weight on the rewriter."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import tensorflow as tf
 
-from tf_echo import evaluation, gating, planner, rewriter, scheduling
+from tf_echo import evaluation, gating, loop_planner, passes, planner, rewriter, scheduling
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline, simulate
@@ -23,7 +23,10 @@ def force(monkeypatch: pytest.MonkeyPatch, planner_name: str) -> None:
     """Makes policy "echo" one of `PLANNERS`; the forced ones also build up small sums by terms."""
     if planner_name != "echo":
         monkeypatch.setattr(evaluation, "choose", _choose_all)
+        monkeypatch.setattr(evaluation, "drop_trivial", list)
         monkeypatch.setattr(scheduling, "_MIN_SUMMED_BYTES", 0)
+        monkeypatch.setattr(loop_planner, "_MIN_SHARE", -float("inf"))
+        monkeypatch.setattr(passes, "_with_loops", _all_loops)
     if planner_name == "everything":
         monkeypatch.setitem(planner.POLICIES, "echo", _recompute_everything)
 
@@ -53,6 +56,15 @@ def _choose_all(
     after = evaluation.rewire(view, decisions, schedule).view
     peaks = [evaluation.peak_memory(v, simulate(v)) for v in (view, after)]
     return evaluation.Choice(tuple(decisions), schedule, peaks[0], peaks[1], "")
+
+
+def _all_loops(
+    view: GraphView,
+    loops: list[loop_planner.LoopChoice],
+    best: Callable[[GraphView], evaluation.Choice],
+    *_: object,
+) -> tuple[list[loop_planner.LoopChoice], evaluation.Choice]:
+    return loops, best(loop_planner.apply(view, loops))
 
 
 def _recompute_everything(
