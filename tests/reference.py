@@ -61,7 +61,9 @@ def train(
         compiling: arguments for `compile`.
         fitting: arguments for `fit`.
     """
+    policy = keras.config.dtype_policy()
     keras.utils.clear_session(free_memory=False)
+    keras.config.set_dtype_policy(policy)  # which that resets
     keras.utils.set_random_seed(11)
     model, recorder = build(), _Recorder()
     options = {"loss": "mse", "jit_compile": False, **(compiling or {})}

@@ -104,6 +104,26 @@ def apply(view: GraphView, choices: Sequence[LoopChoice]) -> GraphView:
     return loop_memory.resized(view, {place: c.memory for place, c in enumerate(choices)})
 
 
+def planned(view: GraphView, plans: Sequence[LoopPlan]) -> GraphView:
+    """The view with what its loops keep and need when plans are carried out.
+
+    Args:
+        view: the step.
+        plans: for each loop of the view, in order.
+    """
+    memories = {
+        place: _memory(view.loops[place], plan)
+        for place, plan in enumerate(plans)
+        if plan.recompute
+    }
+    return loop_memory.resized(view, memories)
+
+
+def _memory(loop: Loop, plan: LoopPlan) -> LoopMemory:
+    body = evaluation.rewire(planned(loop.body, plan.loops), plan.decisions).view
+    return loop_memory.loop_memory(loop, body, reread=True)
+
+
 def choose(
     view: GraphView,
     choices: Sequence[LoopChoice],

@@ -40,6 +40,7 @@ class StepPlanner:
         self.policy, self.cost_model, self.batch_size = policy, cost_model, batch_size
         self.plans: list[RecomputePlan] = []
         self._losses: weakref.WeakKeyDictionary[tf.Graph, list[str]] = weakref.WeakKeyDictionary()
+        self._planned: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
         self._warned: set[str] = set()
         self._dry: list[RecomputePlan] | None = None
 
@@ -49,6 +50,7 @@ class StepPlanner:
         """Notes a loss that is about to be differentiated; numbers and eager tensors are not."""
         if tf.is_symbolic_tensor(loss):
             self._losses.setdefault(loss.graph, []).append(loss.name)
+            self._planned.discard(loss.graph)
 
     @tf.autograph.experimental.do_not_convert
     def step_applied(self, gradients: Sequence[object]) -> None:
@@ -71,7 +73,8 @@ class StepPlanner:
         losses = [loss for loss in losses if tracing.depends_on_variables(loss)]
         if losses:
             self._plan(losses, tensors)
-        else:
+            self._planned.add(graph)
+        elif not (graph in self._planned and _is_one_of_many_replicas()):
             self._warn_once(
                 "The optimizer was not told the loss, so nothing is recomputed. In a custom "
                 "training loop call "
@@ -112,3 +115,11 @@ class StepPlanner:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"EchoOptimizer: {message}", EchoWarning, stacklevel=4)
+
+
+def _is_one_of_many_replicas() -> bool:
+    """Whether others apply the same step: replicas are traced in one graph, which the first plans
+    for all.
+    """
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1

@@ -14,7 +14,9 @@ Optimizer = keras.optimizers.Optimizer
 
 def mlp(seed: int = 0, dropout: float = 0.2) -> keras.Sequential:
     """Dense-gelu and Dropout, twice, named and initialized equally each time; traces fast."""
+    policy = keras.config.dtype_policy()
     keras.backend.clear_session(free_memory=False)
+    keras.config.set_dtype_policy(policy)  # which that resets
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.Input((FEATURES,), name="features")], name="mlp")
     for _ in range(2):
