@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 ECHO_LAYERS = (
     ("op_traits", "graph_view"),
     ("memory_model", "cost_model", "plan"),
-    ("gating", "report", "loop_memory"),
+    ("gating", "report", "loop_memory", "exclusion"),
     ("scheduling",),
     ("regions", "evaluation"),
     ("planner", "loop_planner"),
@@ -49,7 +49,7 @@ LAYERS = {"tf_echo": ECHO_LAYERS, "tf_scratchpipe": SCRATCHPIPE_LAYERS}
 WITHOUT_TENSORFLOW = {
     "tf_echo": """
         graph_view op_traits regions memory_model cost_model planner plan evaluation gating
-        scheduling report loop_memory loop_planner
+        scheduling report loop_memory loop_planner exclusion
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner

@@ -1,6 +1,6 @@
 """What would be recomputed, without training: the step is traced, planned and thrown away."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ def explain(
     policy: str | None = None,
     nominal_batch_size: int | None = None,
     cost_model: CostModel | None = None,
+    exclude: Sequence[str] | None = None,
 ) -> RecomputePlan:
     """Plans the train step of a model, or the gradient of a loss function, and changes nothing.
 
@@ -38,6 +39,7 @@ def explain(
         policy: `"echo"` or `"none"`; by default that of the model's `EchoOptimizer`, else `"echo"`.
         nominal_batch_size: see `EchoOptimizer`.
         cost_model: see `EchoOptimizer`.
+        exclude: see `EchoOptimizer`; by default that of the model's `EchoOptimizer`, if any.
 
     Returns:
         The plan. `tf_echo.report` makes a table of it.
@@ -47,9 +49,9 @@ def explain(
         TypeError: `target` is neither a model nor a function.
     """
     if isinstance(target, keras.Model):
-        return _explain_model(target, args, policy, nominal_batch_size, cost_model)
+        return _explain_model(target, args, policy, nominal_batch_size, cost_model, exclude)
     if callable(target):
-        return _explain_function(target, args, policy, nominal_batch_size, cost_model)
+        return _explain_function(target, args, policy, nominal_batch_size, cost_model, exclude)
     raise TypeError(
         "`target` must be a compiled Keras model or a function that returns a loss. Received: "
         f"{target!r}"
@@ -62,13 +64,14 @@ def _explain_model(
     policy: str | None,
     nominal_batch_size: int | None,
     cost_model: CostModel | None,
+    exclude: Sequence[str] | None,
 ) -> RecomputePlan:
     if not model.compiled or model.optimizer is None:
         raise ValueError("The model must be compiled with an optimizer before it can be explained.")
     if not model.built:
         raise ValueError("The model must be built before it can be explained: call it on a batch.")
     own = model.optimizer
-    probe = _probe(own, policy, nominal_batch_size, cost_model)
+    probe = _probe(own, policy, nominal_batch_size, cost_model, exclude)
     if not probe.built:
         probe.build(model.trainable_variables)
     model.optimizer = probe
@@ -86,6 +89,7 @@ def _probe(
     policy: str | None,
     nominal_batch_size: int | None,
     cost_model: CostModel | None,
+    exclude: Sequence[str] | None,
 ) -> EchoOptimizer:
     """An optimizer that plans for `own`; if `own` has no variables yet, for a copy of it."""
     if isinstance(own, EchoOptimizer):
@@ -93,6 +97,7 @@ def _probe(
         policy = policy or config["policy"]
         nominal_batch_size = nominal_batch_size or config["nominal_batch_size"]
         cost_model = cost_model or own._steps.cost_model
+        exclude = own._steps.exclude if exclude is None else exclude
     else:
         inner = own
     if not inner.built:
@@ -103,6 +108,7 @@ def _probe(
         loss_scale=None,
         nominal_batch_size=nominal_batch_size,
         cost_model=cost_model,
+        exclude=exclude or (),
     )
 
 
@@ -112,6 +118,7 @@ def _explain_function(
     policy: str | None,
     nominal_batch_size: int | None,
     cost_model: CostModel | None,
+    exclude: Sequence[str] | None,
 ) -> RecomputePlan:
     plans: list[RecomputePlan] = []
 
@@ -123,7 +130,12 @@ def _explain_function(
         if not gradients:
             raise ValueError("The loss that the function returns must depend on a variable.")
         _, plan = passes.plan_step(
-            [loss], gradients, policy or "echo", cost_model or RooflineCost(), nominal_batch_size
+            [loss],
+            gradients,
+            policy or "echo",
+            cost_model or RooflineCost(),
+            nominal_batch_size,
+            exclude or (),
         )
         plans.append(plan)
         return loss

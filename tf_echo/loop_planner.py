@@ -34,20 +34,22 @@ def plan_loops(view: GraphView, decide: Decide) -> list[LoopChoice]:
     return [_plan_loop(view, loop, decide) for loop in view.loops]
 
 
-def keep(choice: LoopChoice, loop: Loop, reason: str) -> LoopChoice:
-    """The same loop left as it is."""
-    return LoopChoice(_keep(choice.plan, reason), loop_memory.loop_memory(loop, loop.body))
+def keep(choice: LoopChoice, loop: Loop, reason: str, in_order: bool = True) -> LoopChoice:
+    """The same loop with nothing recomputed; its iterations may still wait for one another."""
+    plan = _keep(choice.plan, reason, in_order)
+    return LoopChoice(plan, loop_memory.loop_memory(loop, loop.body))
 
 
-def _keep(plan: LoopPlan, reason: str) -> LoopPlan:
+def _keep(plan: LoopPlan, reason: str, in_order: bool) -> LoopPlan:
     return dataclasses.replace(
         plan,
         recompute=False,
         after_bytes=plan.before_bytes,
         reason=reason,
+        in_order=plan.in_order and in_order,
         decisions=tuple(evaluation.drop(d, reason) for d in plan.decisions),
         reread=(),
-        loops=tuple(_keep(inner, reason) for inner in plan.loops),
+        loops=tuple(_keep(inner, reason, in_order) for inner in plan.loops),
     )
 
 

@@ -4,6 +4,7 @@ Any Keras optimizer, and the train step that it is compiled into needs less memo
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -66,12 +67,16 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             (`Dataset.batch`). By default plans are judged where activations outweigh variables, and
             must not need more memory at small batches either.
         cost_model: what recomputing costs in time, a `RooflineCost` by default.
+        exclude: layers of which nothing is recomputed: patterns of their names as in
+            `model.summary()`, with `*`, `?` and `[...]` as in file names; names of nested layers
+            are joined by `/`. `("decoder/*",)` leaves the layer "decoder" and all in it alone.
         name: a name for the optimizer; that of the inner one by default.
 
     Raises:
-        TypeError: `inner_optimizer` is no Keras optimizer.
+        TypeError: `inner_optimizer` is no Keras optimizer, or `exclude` no sequence of strings.
         ValueError: an unknown policy or loss scale, an inner optimizer that is an `EchoOptimizer`
-            already, or a Keras backend other than TensorFlow.
+            already, or a Keras backend other than TensorFlow. While the step is traced: a pattern
+            in `exclude` matches no layer.
     """
 
     def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> "EchoOptimizer":
@@ -88,10 +93,12 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         loss_scale: str | None = "auto",
         nominal_batch_size: int | None = None,
         cost_model: costs.CostModel | None = None,
+        exclude: Sequence[str] = (),
         name: str | None = None,
     ):
         _check_backend()
         _check_arguments(policy, loss_scale, nominal_batch_size)
+        exclude = _as_patterns(exclude)
         wrapped = _as_optimizer(inner_optimizer)
         scaled = isinstance(self, keras.optimizers.LossScaleOptimizer)
         if scaled and not isinstance(wrapped, keras.optimizers.LossScaleOptimizer):
@@ -101,7 +108,9 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             self._loss_scale = None
         self._given_name = name
         self._wrapped = wrapped
-        self._steps = StepPlanner(policy, cost_model or costs.RooflineCost(), nominal_batch_size)
+        self._steps = StepPlanner(
+            policy, cost_model or costs.RooflineCost(), nominal_batch_size, exclude
+        )
 
     # What Echo adds.
 
@@ -168,6 +177,7 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             "loss_scale": self._loss_scale,
             "nominal_batch_size": self._steps.batch_size,
             "cost_model": keras.saving.serialize_keras_object(self._steps.cost_model),
+            "exclude": list(self._steps.exclude),
             "name": self._given_name,
         }
 
@@ -299,6 +309,16 @@ def _as_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
             f"inner_optimizer={inner_optimizer} (of type {type(inner_optimizer)})"
         )
     return inner_optimizer
+
+
+def _as_patterns(exclude: Any) -> tuple[str, ...]:
+    patterns = (exclude,) if isinstance(exclude, str) else exclude
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) and p for p in patterns):
+        raise TypeError(
+            "`exclude` must be a sequence of patterns of layer names, such as ('decoder/*',). "
+            f"Received: exclude={exclude!r}"
+        )
+    return tuple(patterns)
 
 
 def _check_backend() -> None:

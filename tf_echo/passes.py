@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tf_echo import evaluation, loop_planner, op_traits, planner, regions
+from tf_echo import evaluation, exclusion, loop_planner, op_traits, planner, regions
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.loop_planner import LoopChoice
@@ -38,6 +38,7 @@ def plan_view(
     policy: str = "echo",
     open_batch: bool = False,
     batch_is_told: bool = False,
+    exclude: Sequence[str] = (),
 ) -> RecomputePlan:
     """Makes the plan for a view.
 
@@ -47,6 +48,7 @@ def plan_view(
         policy: a key of `planner.POLICIES`.
         open_batch: whether the view's batch size is only nominal.
         batch_is_told: whether the user named that batch size, so that plans are judged at it.
+        exclude: patterns of the names of layers of which nothing is recomputed.
     """
     timeline = simulate(view)
     scale = 1.0
@@ -56,7 +58,7 @@ def plan_view(
 
     def decide(part: GraphView) -> list[list[RegionDecision]]:
         times = timeline if part is view else simulate(part)
-        found = _partitions(part, policy)
+        found = _partitions(part, policy, exclusion.excluded_nodes(part, exclude))
         return [planner.POLICIES[policy](part, regions, cost_model, times) for regions in found]
 
     schedule = evaluation.Schedule() if policy == "none" else evaluation.schedule_of(view)
@@ -70,7 +72,12 @@ def plan_view(
         ]
         return min(choices, key=lambda c: c.after.total_bytes)
 
-    loops = loop_planner.plan_loops(view, decide)
+    loops = [
+        loop_planner.keep(choice, loop, "excluded", in_order=False)
+        if exclusion.matches(choice.plan.loop, exclude)
+        else choice
+        for choice, loop in zip(loop_planner.plan_loops(view, decide), view.loops, strict=True)
+    ]
     if any(loop.plan.recompute for loop in loops):
         loops, choice = _with_loops(view, loops, best, scale, small)
     else:
@@ -130,18 +137,22 @@ def plan_step(
     policy: str,
     cost_model: CostModel,
     batch_size: int | None = None,
+    exclude: Sequence[str] = (),
 ) -> tuple[Trace, RecomputePlan]:
     """Traces and plans a step that is being traced; see `tracing.trace_step` for the arguments.
 
     Returns:
         The trace and the plan, not carried out yet.
+
+    Raises:
+        exclusion.UnmatchedPatternError: a pattern in `exclude` matches nothing.
     """
     start = time.perf_counter()
     with paused_collector():
         trace = trace_step(losses, gradients, batch_size)
-        plan = plan_view(
-            trace.view, cost_model, policy, trace.open_batch, batch_is_told=batch_size is not None
-        )
+        exclusion.check(trace.view, exclude)
+        told = batch_size is not None
+        plan = plan_view(trace.view, cost_model, policy, trace.open_batch, told, exclude)
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx), planned "
@@ -170,12 +181,14 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _partitions(view: GraphView, policy: str) -> list[list[regions.Region]]:
+def _partitions(
+    view: GraphView, policy: str, excluded: frozenset[int]
+) -> list[list[regions.Region]]:
     """The partitions to try.
 
     By the number of heavy ops, and with what residual connections join in one.
     """
-    fine = regions.partition(view)
+    fine = regions.partition(view, excluded)
     merged = regions.merge(view, fine)
     if policy == "none" or len(merged) == len(fine) or len(view.nodes) > _MERGED_NODES:
         return [fine]

@@ -8,7 +8,7 @@ re-enters.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tf_echo import gating
 from tf_echo.graph_view import GraphView, Node
@@ -32,10 +32,16 @@ class Region:
     """Regions that pass large tensors on to one another have the same number."""
 
 
-def partition(view: GraphView) -> list[Region]:
-    """The regions of a view, ordered by their first node. Linear in the number of nodes."""
+def partition(view: GraphView, excluded: Collection[int] = frozenset()) -> list[Region]:
+    """The regions of a view, ordered by their first node. Linear in the number of nodes.
+
+    Args:
+        view: the view.
+        excluded: ids of nodes that are never recomputed.
+    """
     replayable = [
         not node.backward
+        and node.id not in excluded
         and gating.may_replay(view, node)
         and all(view.tensors[t].known for t in node.outputs)
         and not is_shape_arithmetic(view, node)

@@ -150,6 +150,7 @@ class Tracer:
     def finish(self, loss: str, weight_bytes: int = 0) -> Trace:
         """The trace of all that was added."""
         tensors = self.builder.tensors
+        self.loops.sort(key=lambda trace: trace.loop.forward)
         for trace in self.loops:
             for number, nbytes in loop_memory.tensor_sizes(trace.loop).items():
                 tensors[number] = tensors[number]._replace(nbytes=nbytes)

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_echo import passes, rewriter, tracing
 from tf_echo.cost_model import CostModel
+from tf_echo.exclusion import UnmatchedPatternError
 from tf_echo.plan import RecomputePlan
 
 _logger = logging.getLogger(__name__)
@@ -34,10 +35,18 @@ class StepPlanner:
         policy: a key of `planner.POLICIES`.
         cost_model: says how long an op takes.
         batch_size: nominal batch size of steps that leave it open; None chooses one.
+        exclude: patterns of the names of layers of which nothing is recomputed.
     """
 
-    def __init__(self, policy: str, cost_model: CostModel, batch_size: int | None):
+    def __init__(
+        self,
+        policy: str,
+        cost_model: CostModel,
+        batch_size: int | None,
+        exclude: Sequence[str] = (),
+    ):
         self.policy, self.cost_model, self.batch_size = policy, cost_model, batch_size
+        self.exclude = tuple(exclude)
         self.plans: list[RecomputePlan] = []
         self._losses: weakref.WeakKeyDictionary[tf.Graph, list[str]] = weakref.WeakKeyDictionary()
         self._planned: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
@@ -96,8 +105,10 @@ class StepPlanner:
     def _plan(self, losses: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> None:
         try:
             trace, plan = passes.plan_step(
-                losses, gradients, self.policy, self.cost_model, self.batch_size
+                losses, gradients, self.policy, self.cost_model, self.batch_size, self.exclude
             )
+        except UnmatchedPatternError:
+            raise
         except Exception:
             self._warn_once(
                 "This step could not be planned, so nothing is recomputed; training goes on. "
