@@ -1,17 +1,22 @@
 """Measure one training run in a process of its own: peak bytes from the allocator, seconds a step.
 
 The CPU device is put on the BFC allocator, which also serves GPUs, and steps run on one inter-op
-thread: side by side, ops share memory differently in every run.
+thread: side by side, ops share memory differently in every run. Under XLA a step is one allocation,
+rounded up by far; its size is read from what the compiler says.
 """
 
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT = {
     "TF_CPU_ALLOCATOR_USE_BFC": "1",
@@ -40,17 +45,74 @@ class Result:
     predicted_bytes: float
     loss: float
     forward_ops: int
+    largest: Sequence[str] = ()
+    """Of the memory at the peak the largest parts, a line each."""
 
 
-def run_child(script: str, arguments: Sequence[str]) -> Result:
-    """Runs `script --child ...` in a fresh process and returns what it measured."""
+class ChildError(RuntimeError):
+    """A run that did not end well; `stderr` is what it wrote."""
+
+    def __init__(self, command: Sequence[str], stdout: str, stderr: str):
+        super().__init__(f"{' '.join(command)} failed:\n{stdout}\n{stderr}")
+        self.stderr = stderr
+
+    @property
+    def reason(self) -> str:
+        """The first line of the last exception; what Keras prints in bold is what it wraps."""
+        bold = re.findall(r"\x1b\[1m(.*?)(?:\n|\x1b)", self.stderr)
+        errors = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception): .*)", self.stderr, re.MULTILINE)
+        lines = bold or errors or self.stderr.strip().splitlines() or ["aborted"]
+        return lines[-1]
+
+
+def run_child(
+    script: str,
+    arguments: Sequence[str],
+    xla: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Result:
+    """Runs `script --child ...` in a fresh process and returns what it measured.
+
+    Args:
+        script: path of the script, which calls `report_child`.
+        arguments: what follows `--child`.
+        xla: whether the train step is compiled, so that the compiler says how large it is.
+        environment: more environment variables.
+
+    Raises:
+        ChildError: the process failed.
+    """
     command = [sys.executable, script, "--child", *arguments]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-    return Result(**json.loads(lines[-1].removeprefix(_MARK)))
+    full = {
+        **os.environ,
+        **ENVIRONMENT,
+        **(environment or {}),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    with tempfile.TemporaryDirectory() as dump:
+        if xla:
+            full["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+        done = subprocess.run(command, env=full, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+        if done.returncode or not lines:
+            raise ChildError(command, done.stdout, done.stderr)
+        result = Result(**json.loads(lines[-1].removeprefix(_MARK)))
+        return _as_compiled(result, Path(dump)) if xla else result
+
+
+def _as_compiled(result: Result, dump: Path) -> Result:
+    """The result with the peak of the largest module that XLA compiled."""
+    reports = [path.read_text() for path in dump.glob("*memory-usage-report.txt")]
+    sizes = [int(re.search(r"Total bytes used: (\d+)", report)[1]) for report in reports]
+    if not sizes:
+        raise RuntimeError("XLA compiled nothing.")
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    # Of each value in the step's one large allocation: sum so far, size, offset, count, shapes.
+    rows = re.findall(r"^\s+\S+\(.*?%\); +(\S+); +\d+; +\d+; (.*)$", reports[largest], re.MULTILINE)
+    parts = [f"{size}  {shapes}" for size, shapes in rows] if result.largest else []
+    return dataclasses.replace(
+        result, peak_bytes=sizes[largest], spread=0.0, largest=parts[: len(result.largest)]
+    )
 
 
 def report_child(result: Result) -> None:
@@ -58,26 +120,33 @@ def report_child(result: Result) -> None:
     print(_MARK + json.dumps(dataclasses.asdict(result)))
 
 
-def train(workload: object, policy: str, optimizer: str = "sgd", told_batch: bool = True) -> Result:
+def train(
+    workload: object,
+    policy: str,
+    optimizer: str = "sgd",
+    told_batch: bool = True,
+    xla: bool = False,
+    largest: int = 0,
+) -> Result:
     """Trains a workload for its steps and measures it. Call in a child process only.
 
     Args:
         workload: a `workloads.Workload`.
-        policy: a policy of `EchoOptimizer`, or "plain" for the bare optimizer.
+        policy: a policy of `EchoOptimizer`, the name of a rival, or "plain" for the bare optimizer.
         optimizer: name of the inner optimizer.
         told_batch: whether the data fix the batch size.
+        xla: whether the step is compiled.
+        largest: how many parts of the predicted peak to list.
     """
-    import time
-
     import keras
+    import rivals
     import tensorflow as tf
 
     import tf_echo
-    from tf_echo import passes, rewriter
+    from tf_echo import passes, planner, rewriter
 
-    spent = {"plan": 0.0}
-    for module, name in ((passes, "plan_step"), (rewriter, "rewrite")):
-        setattr(module, name, _timed(getattr(module, name), spent))
+    planned, rewritten = _Recorder(passes.plan_step), _Recorder(rewriter.rewrite)
+    passes.plan_step, rewriter.rewrite = planned, rewritten
 
     class Meter(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -98,13 +167,14 @@ def train(workload: object, policy: str, optimizer: str = "sgd", told_batch: boo
 
     device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
     keras.utils.set_random_seed(1)
-    model = workload.build()
+    model = rivals.RIVALS[policy](workload) if policy in rivals.RIVALS else workload.build()
     inner = keras.optimizers.get(optimizer)
-    chosen = inner if policy == "plain" else tf_echo.EchoOptimizer(inner, policy=policy)
-    model.compile(optimizer=chosen, loss=workload.loss, jit_compile=False)
+    echo = policy in planner.POLICIES
+    chosen = tf_echo.EchoOptimizer(inner, policy=policy) if echo else inner
+    model.compile(optimizer=chosen, loss=workload.loss, jit_compile=xla)
     data = tf.data.Dataset.from_tensors((workload.x, workload.y)).repeat()
     if not told_batch:
-        data = data.unbatch().batch(len(workload.x))
+        data = data.unbatch().batch(workload.batch)
     meter = Meter()
     start = time.perf_counter()
     history = model.fit(data, steps_per_epoch=workload.steps, verbose=0, callbacks=[meter])
@@ -117,24 +187,55 @@ def train(workload: object, policy: str, optimizer: str = "sgd", told_batch: boo
         (max(peaks) - min(peaks)) / median,
         statistics.median(times),
         first,
-        spent["plan"],
+        planned.seconds + rewritten.seconds,
         plan.after.total_bytes if plan else 0.0,
         history.history["loss"][-1],
         _forward_ops(model, workload) if policy == "plain" else 0,
+        _largest(*planned.result, largest) if largest and plan else [],
     )
 
 
-def _timed(function: object, spent: dict[str, float]) -> object:
-    import time
+class _Recorder:
+    """A function that notes the time it takes and what it returned last."""
 
-    def timed(*args: object, **kwargs: object) -> object:
+    def __init__(self, function: Callable[..., Any]):
+        self.function, self.seconds, self.result = function, 0.0, None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
         start = time.perf_counter()
         try:
-            return function(*args, **kwargs)
+            self.result = self.function(*args, **kwargs)
         finally:
-            spent["plan"] += time.perf_counter() - start
+            self.seconds += time.perf_counter() - start
+        return self.result
 
-    return timed
+
+def _largest(trace: Any, plan: Any, count: int) -> list[str]:
+    """The largest tensors at the predicted peak of a planned step."""
+    from tf_echo import evaluation, loop_planner, memory_model
+
+    schedule = evaluation.Schedule(plan.untied, plan.sums)
+    planned = loop_planner.planned(trace.view, plan.loops)
+    rewired = evaluation.rewire(planned, plan.decisions, schedule)
+    scale = plan.batch_size / trace.view.batch_size if plan.batch_size else 1.0
+    timeline = memory_model.simulate(rewired.view, scale)
+    labels = _labels(trace.view)
+    lines = [f"{mib(timeline.resident_bytes)} MiB  variables and inputs"]
+    for tensor in timeline.live_at(timeline.peak_step)[:count]:
+        name = labels.get(rewired.originals[tensor], rewired.view.tensor_name(tensor))
+        lines.append(f"{mib(timeline.sizes[tensor])} MiB  {name}")
+    return lines
+
+
+def _labels(view: Any) -> dict[int, str]:
+    """What the tensors are that stand for what loops keep and need."""
+    found = {}
+    for loop in view.loops:
+        forward, backward = (view.nodes[n].name for n in (loop.forward, loop.backward))
+        found.update({t: f"kept for the gradient of {forward}" for t in loop.kept})
+        found.update({t: f"an iteration of {forward}" for t in loop.forward_work})
+        found.update({t: f"an iteration of {backward}" for t in loop.backward_work})
+    return found
 
 
 def _forward_ops(model: object, workload: object) -> int:
@@ -142,7 +243,7 @@ def _forward_ops(model: object, workload: object) -> int:
     import tensorflow as tf
 
     forward = tf.function(lambda x: model(x, training=True), autograph=False)
-    spec = tf.TensorSpec(workload.x.shape, workload.x.dtype)
+    spec = tf.nest.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), workload.x)
     return len(forward.get_concrete_function(spec).graph.get_operations())
 
 

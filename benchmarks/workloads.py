@@ -8,6 +8,8 @@ import numpy as np
 
 L = keras.layers
 
+_CROSS_ENTROPY = "sparse_categorical_crossentropy"
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -15,10 +17,16 @@ class Workload:
 
     name: str
     build: Callable[[], keras.Model]
-    loss: str
-    x: np.ndarray
+    loss: str | keras.losses.Loss
+    x: np.ndarray | tuple[np.ndarray, ...]
+    """The batch, for each of the model's inputs."""
     y: np.ndarray
     steps: int = 12
+
+    @property
+    def batch(self) -> int:
+        """The batch size."""
+        return len(self.y)
 
 
 def _noise(*shape: int) -> np.ndarray:
@@ -69,7 +77,27 @@ def resnet50(batch: int = 64, side: int = 96) -> Workload:
 
     x, y = _noise(batch, side, side, 3), _ids(10, batch)
     name = f"ResNet-50, batch {batch}, {side} x {side}"
-    return Workload(name, build, "sparse_categorical_crossentropy", x, y, steps=7)
+    return Workload(name, build, _CROSS_ENTROPY, x, y, steps=7)
+
+
+def residual_net(depth: int, batch: int = 32, side: int = 32, width: int = 32) -> Workload:
+    """A stem and `depth` pre-activation residual blocks of two convolutions each."""
+
+    def convolve(h: object) -> object:
+        h = L.ReLU()(L.BatchNormalization()(h))
+        return L.Conv2D(width, 3, padding="same", use_bias=False)(h)
+
+    def build() -> keras.Model:
+        image = keras.Input((side, side, 3))
+        h = L.Conv2D(width, 3, padding="same", use_bias=False)(image)
+        for _ in range(depth):
+            h = h + convolve(convolve(h))
+        h = L.GlobalAveragePooling2D()(L.ReLU()(L.BatchNormalization()(h)))
+        return keras.Model(image, L.Dense(10, activation="softmax")(h))
+
+    x, y = _noise(batch, side, side, 3), _ids(10, batch)
+    name = f"ResNet, {depth} blocks, batch {batch}, {side} x {side}"
+    return Workload(name, build, _CROSS_ENTROPY, x, y)
 
 
 def attention_decoder(length: int, batch: int = 16, units: int = 32) -> Workload:
@@ -106,9 +134,152 @@ def attention_decoder(length: int, batch: int = 16, units: int = 32) -> Workload
     return Workload(f"attention decoder, {length} steps unrolled", build, "mse", x, y, steps=1)
 
 
+class _AttentionCell(L.Layer):
+    """An LSTM cell that reads, besides its input, what additive attention picks from `memory`."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units, self.state_size, self.output_size = units, [units, units], 2 * units
+        self.cell = L.LSTMCell(units)
+        self.query, self.score = L.Dense(units), L.Dense(1, use_bias=False)
+        self.memory = self.keys = None
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        self.cell.build((None, shape[-1] + self.units))
+        self.query.build((None, self.units))
+        self.score.build((None, None, self.units))
+
+    def call(self, inputs: object, states: list[object]) -> tuple[object, list[object]]:
+        energy = keras.ops.tanh(self.keys + self.query(states[0])[:, None])
+        weights = keras.ops.softmax(self.score(energy)[..., 0])
+        context = keras.ops.sum(weights[..., None] * self.memory, axis=1)
+        output, states = self.cell(keras.ops.concatenate([inputs, context], axis=-1), states)
+        return keras.ops.concatenate([output, context], axis=-1), states
+
+
+class _AttentionDecoder(L.Layer):
+    """Runs `_AttentionCell` over a sequence, a `tf.while_loop`, with another as its memory."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.keys = L.Dense(units, use_bias=False)
+        self.cell = _AttentionCell(units)
+        self.loop = L.RNN(self.cell, return_sequences=True)
+
+    def build(self, inputs_shape: tuple[int | None, ...], memory_shape: object) -> None:
+        self.keys.build(memory_shape)
+        self.loop.build(inputs_shape)
+
+    def call(self, inputs: object, memory: object) -> object:
+        self.cell.memory, self.cell.keys = memory, self.keys(memory)
+        try:
+            return self.loop(inputs)
+        finally:
+            self.cell.memory = self.cell.keys = None
+
+
+def nmt(vocabulary: int, batch: int = 32, length: int = 64, units: int = 256) -> Workload:
+    """Translation: an LSTM encoder, an LSTM decoder with additive attention that is fed the right
+    words.
+    """
+
+    def build() -> keras.Model:
+        source, target = (keras.Input((length,), dtype="int32") for _ in range(2))
+        encoded = L.LSTM(units, return_sequences=True)(L.Embedding(vocabulary, units)(source))
+        decoded = _AttentionDecoder(units)(L.Embedding(vocabulary, units)(target), encoded)
+        readout = L.Dense(units, activation="tanh")(decoded)
+        return keras.Model([source, target], L.Dense(vocabulary)(readout))
+
+    words = _ids(vocabulary, 3, batch, length)
+    name = f"NMT, LSTM + attention loop, {length} steps, batch {batch}, vocabulary {vocabulary}"
+    return Workload(name, build, _from_logits(), (words[0], words[1]), words[2], steps=7)
+
+
+def additive_attention(
+    vocabulary: int = 2000, batch: int = 32, length: int = 64, units: int = 256
+) -> Workload:
+    """Translation with `keras.layers.AdditiveAttention`, all target positions at once."""
+
+    def build() -> keras.Model:
+        source, target = (keras.Input((length,), dtype="int32") for _ in range(2))
+        embedded = L.Embedding(vocabulary, units)(source)
+        encoded, *state = L.LSTM(units, return_sequences=True, return_state=True)(embedded)
+        embedded = L.Embedding(vocabulary, units)(target)
+        decoded = L.LSTM(units, return_sequences=True)(embedded, initial_state=state)
+        context = L.AdditiveAttention()([decoded, encoded])
+        readout = L.Dense(units, activation="tanh")(L.Concatenate()([decoded, context]))
+        return keras.Model([source, target], L.Dense(vocabulary)(readout))
+
+    words = _ids(vocabulary, 3, batch, length)
+    name = f"seq2seq, AdditiveAttention, {length} steps, batch {batch}, vocabulary {vocabulary}"
+    return Workload(name, build, _from_logits(), (words[0], words[1]), words[2], steps=7)
+
+
+def lstm_recurrent_dropout(batch: int = 16, length: int = 64, units: int = 512) -> Workload:
+    """A Keras LSTM with dropout on its recurrent state."""
+
+    def build() -> keras.Model:
+        rnn = L.LSTM(units, return_sequences=True, recurrent_dropout=0.2)
+        return keras.Sequential([keras.Input((length, units)), rnn])
+
+    x, y = _noise(batch, length, units), _noise(batch, length, units)
+    name = f"LSTM({units}), recurrent dropout 0.2, {length} steps, batch {batch}"
+    return Workload(name, build, "mse", x, y)
+
+
+def gru_language_model(
+    vocabulary: int = 5000, batch: int = 32, length: int = 64, units: int = 512
+) -> Workload:
+    """Two GRUs with dropout between them predict the next word."""
+
+    def build() -> keras.Model:
+        ids = keras.Input((length,), dtype="int32")
+        h = L.Embedding(vocabulary, units)(ids)
+        for _ in range(2):
+            h = L.Dropout(0.2)(L.GRU(units, return_sequences=True)(h))
+        return keras.Model(ids, L.Dense(vocabulary)(h))
+
+    words = _ids(vocabulary, 2, batch, length)
+    name = f"GRU language model, {length} steps, batch {batch}, vocabulary {vocabulary}"
+    return Workload(name, build, _from_logits(), words[0], words[1], steps=7)
+
+
+def deep_speech(
+    batch: int = 16, frames: int = 200, bands: int = 80, units: int = 128, letters: int = 20
+) -> Workload:
+    """After DeepSpeech2: two convolutions, three bidirectional LSTMs, CTC."""
+
+    def convolve(h: object, kernel: tuple[int, int], strides: tuple[int, int]) -> object:
+        h = L.Conv2D(32, kernel, strides, padding="same", use_bias=False)(h)
+        return L.ReLU(max_value=20.0)(L.BatchNormalization()(h))
+
+    def build() -> keras.Model:
+        spectrogram = keras.Input((frames, bands))
+        h = convolve(spectrogram[..., None], (11, 21), (2, 2))
+        h = convolve(h, (11, 11), (1, 2))
+        h = L.Reshape((frames // 2, -1))(h)
+        for _ in range(3):
+            h = L.Bidirectional(L.LSTM(units, return_sequences=True))(h)
+        return keras.Model(spectrogram, L.Dense(29)(h))
+
+    x, y = _noise(batch, frames, bands), 1 + _ids(28, batch, letters)
+    name = f"DeepSpeech2-like, {frames} frames, batch {batch}, CTC"
+    return Workload(name, build, keras.losses.CTC(), x, y, steps=7)
+
+
+def _from_logits() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
 FOOTPRINT: dict[str, Callable[[], Workload]] = {
     "mlp": mlp,
     "transformer-gelu": lambda: transformer("gelu"),
     "transformer-relu": lambda: transformer("relu"),
     "resnet50": resnet50,
+    "nmt-2000": lambda: nmt(2000),
+    "nmt-5000": lambda: nmt(5000),
+    "additive-attention": additive_attention,
+    "lstm-recurrent-dropout": lstm_recurrent_dropout,
+    "gru-lm": gru_language_model,
+    "deepspeech2": deep_speech,
 }

@@ -78,6 +78,7 @@ def test_the_signature_of_the_optimizer():
         "loss_scale": "auto",
         "nominal_batch_size": None,
         "cost_model": None,
+        "exclude": (),
         "name": None,
     }
 

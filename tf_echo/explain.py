@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_echo import passes, tracing
-from tf_echo.cost_model import CostModel, RooflineCost
+from tf_echo.cost_model import CostModel
 from tf_echo.optimizer import EchoOptimizer
 from tf_echo.plan import RecomputePlan
 
@@ -48,10 +48,17 @@ def explain(
         ValueError: the model is not compiled or not built, or the loss depends on no variable.
         TypeError: `target` is neither a model nor a function.
     """
+    given: dict[str, Any] = {
+        "policy": policy,
+        "nominal_batch_size": nominal_batch_size,
+        "cost_model": cost_model,
+        "exclude": exclude,
+    }
+    told = {name: value for name, value in given.items() if value is not None}
     if isinstance(target, keras.Model):
-        return _explain_model(target, args, policy, nominal_batch_size, cost_model, exclude)
+        return _explain_model(target, args, told)
     if callable(target):
-        return _explain_function(target, args, policy, nominal_batch_size, cost_model, exclude)
+        return _explain_function(target, args, EchoOptimizer("sgd", **told)._steps.settings)
     raise TypeError(
         "`target` must be a compiled Keras model or a function that returns a loss. Received: "
         f"{target!r}"
@@ -59,66 +66,48 @@ def explain(
 
 
 def _explain_model(
-    model: keras.Model,
-    args: tuple[Any, ...],
-    policy: str | None,
-    nominal_batch_size: int | None,
-    cost_model: CostModel | None,
-    exclude: Sequence[str] | None,
+    model: keras.Model, args: tuple[Any, ...], told: dict[str, Any]
 ) -> RecomputePlan:
     if not model.compiled or model.optimizer is None:
         raise ValueError("The model must be compiled with an optimizer before it can be explained.")
     if not model.built:
         raise ValueError("The model must be built before it can be explained: call it on a batch.")
     own = model.optimizer
-    probe = _probe(own, policy, nominal_batch_size, cost_model, exclude)
+    probe = _probe(own, told)
     if not probe.built:
         probe.build(model.trainable_variables)
     model.optimizer = probe
     try:
         with probe._steps.dry_run() as plans:
-            step = tf.function(model.train_step, autograph=False)
+            compiled = bool(model.jit_compile)
+            step = tf.function(model.train_step, autograph=False, jit_compile=compiled)
             step.get_concrete_function(_data_spec(args))
     finally:
         model.optimizer = own
     return plans[-1]
 
 
-def _probe(
-    own: keras.optimizers.Optimizer,
-    policy: str | None,
-    nominal_batch_size: int | None,
-    cost_model: CostModel | None,
-    exclude: Sequence[str] | None,
-) -> EchoOptimizer:
+def _probe(own: keras.optimizers.Optimizer, told: dict[str, Any]) -> EchoOptimizer:
     """An optimizer that plans for `own`; if `own` has no variables yet, for a copy of it."""
+    inner = own._wrapped if isinstance(own, EchoOptimizer) else own
     if isinstance(own, EchoOptimizer):
-        config, inner = own.get_config(), own._wrapped
-        policy = policy or config["policy"]
-        nominal_batch_size = nominal_batch_size or config["nominal_batch_size"]
-        cost_model = cost_model or own._steps.cost_model
-        exclude = own._steps.exclude if exclude is None else exclude
-    else:
-        inner = own
+        settings = own._steps.settings
+        told = {
+            "policy": settings.policy,
+            "nominal_batch_size": settings.batch_size,
+            "cost_model": settings.cost_model,
+            "exclude": settings.exclude,
+            **told,
+        }
     if not inner.built:
         inner = type(inner).from_config(inner.get_config())
-    return EchoOptimizer(
-        inner,
-        policy=policy or "echo",
-        loss_scale=None,
-        nominal_batch_size=nominal_batch_size,
-        cost_model=cost_model,
-        exclude=exclude or (),
-    )
+    return EchoOptimizer(inner, loss_scale=None, **told)
 
 
 def _explain_function(
     function: Callable[..., tf.Tensor],
     args: tuple[Any, ...],
-    policy: str | None,
-    nominal_batch_size: int | None,
-    cost_model: CostModel | None,
-    exclude: Sequence[str] | None,
+    settings: passes.Settings,
 ) -> RecomputePlan:
     plans: list[RecomputePlan] = []
 
@@ -129,14 +118,7 @@ def _explain_function(
         gradients = tracing.flat_gradients(tape.gradient(loss, variables))
         if not gradients:
             raise ValueError("The loss that the function returns must depend on a variable.")
-        _, plan = passes.plan_step(
-            [loss],
-            gradients,
-            policy or "echo",
-            cost_model or RooflineCost(),
-            nominal_batch_size,
-            exclude or (),
-        )
+        _, plan = passes.plan_step([loss], gradients, settings)
         plans.append(plan)
         return loss
 

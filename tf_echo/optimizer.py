@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tf_echo import cost_model as costs
-from tf_echo import planner
+from tf_echo import passes, planner
 from tf_echo.plan import RecomputePlan
 from tf_echo.report import report
 from tf_echo.training import StepPlanner
@@ -108,9 +108,8 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             self._loss_scale = None
         self._given_name = name
         self._wrapped = wrapped
-        self._steps = StepPlanner(
-            policy, cost_model or costs.RooflineCost(), nominal_batch_size, exclude
-        )
+        cost_model = cost_model or costs.RooflineCost()
+        self._steps = StepPlanner(passes.Settings(policy, cost_model, nominal_batch_size, exclude))
 
     # What Echo adds.
 
@@ -124,7 +123,7 @@ class EchoOptimizer(keras.optimizers.Optimizer):
     @property
     def policy(self) -> str:
         """The policy that plans are made by."""
-        return self._steps.policy
+        return self._steps.settings.policy
 
     @property
     def plans(self) -> list[RecomputePlan]:
@@ -171,13 +170,14 @@ class EchoOptimizer(keras.optimizers.Optimizer):
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, serialized."""
         inner = self._wrapped if self._loss_scale is None else self.inner_optimizer
+        settings = self._steps.settings
         return {
             "inner_optimizer": keras.saving.serialize_keras_object(inner),
-            "policy": self._steps.policy,
+            "policy": settings.policy,
             "loss_scale": self._loss_scale,
-            "nominal_batch_size": self._steps.batch_size,
-            "cost_model": keras.saving.serialize_keras_object(self._steps.cost_model),
-            "exclude": list(self._steps.exclude),
+            "nominal_batch_size": settings.batch_size,
+            "cost_model": keras.saving.serialize_keras_object(settings.cost_model),
+            "exclude": list(settings.exclude),
             "name": self._given_name,
         }
 
@@ -216,7 +216,7 @@ class EchoOptimizer(keras.optimizers.Optimizer):
 
     def __repr__(self) -> str:
         inner = self.inner_optimizer
-        return f"<EchoOptimizer policy={self._steps.policy!r} inner_optimizer={inner!r}>"
+        return f"<EchoOptimizer policy={self.policy!r} inner_optimizer={inner!r}>"
 
     @property
     def name(self) -> str:

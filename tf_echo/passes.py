@@ -3,7 +3,6 @@
 Trace, partition, solve, judge. Carrying the plan out is `rewriter.rewrite`.
 """
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -13,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tf_echo import evaluation, exclusion, loop_planner, op_traits, planner, regions
-from tf_echo.cost_model import CostModel
+from tf_echo import evaluation, exclusion, loop_planner, planner, regions
+from tf_echo.cost_model import CostModel, RooflineCost
 from tf_echo.graph_view import GraphView
 from tf_echo.loop_planner import LoopChoice
 from tf_echo.memory_model import simulate
-from tf_echo.op_traits import Kind
-from tf_echo.plan import RecomputePlan, RegionDecision, format_bytes
+from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, format_bytes
 from tf_echo.tracer import Trace
 from tf_echo.tracing import trace_step
 
@@ -28,74 +26,90 @@ _logger = logging.getLogger(__name__)
 _TOLERANCE = 0.01
 """A loop is left as it is if the peak rises by no more than this part."""
 
+_NAMED = 5
+"""How many ops that are kept whole are named."""
+
 _MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What users can say about plans; see `EchoOptimizer`."""
+
+    policy: str = "echo"
+    cost_model: CostModel = dataclasses.field(default_factory=RooflineCost)
+    batch_size: int | None = None
+    exclude: tuple[str, ...] = ()
+
+
 def plan_view(
     view: GraphView,
-    cost_model: CostModel,
-    policy: str = "echo",
+    settings: Settings | None = None,
     open_batch: bool = False,
-    batch_is_told: bool = False,
-    exclude: Sequence[str] = (),
+    whole: Sequence[str] = (),
 ) -> RecomputePlan:
     """Makes the plan for a view.
 
     Args:
         view: the step.
-        cost_model: says how long an op takes.
-        policy: a key of `planner.POLICIES`.
+        settings: what the user wants.
         open_batch: whether the view's batch size is only nominal.
-        batch_is_told: whether the user named that batch size, so that plans are judged at it.
-        exclude: patterns of the names of layers of which nothing is recomputed.
+        whole: loops that the view does not look into, with the reasons.
     """
-    timeline = simulate(view)
-    scale = 1.0
-    if open_batch and not batch_is_told:
-        scale = evaluation.judging_scale(view, timeline)
-    small = 1.0 if open_batch else None
-
-    def decide(part: GraphView) -> list[list[RegionDecision]]:
-        times = timeline if part is view else simulate(part)
-        found = _partitions(part, policy, exclusion.excluded_nodes(part, exclude))
-        return [planner.POLICIES[policy](part, regions, cost_model, times) for regions in found]
-
-    schedule = evaluation.Schedule() if policy == "none" else evaluation.schedule_of(view)
-    proposals = decide(view)
-
-    def best(part: GraphView) -> evaluation.Choice:
-        times = timeline if part is view else simulate(part)
-        choices = [
-            evaluation.choose(part, decisions, schedule, times, scale, small)
-            for decisions in proposals
-        ]
-        return min(choices, key=lambda c: c.after.total_bytes)
-
-    loops = [
-        loop_planner.keep(choice, loop, "excluded", in_order=False)
-        if exclusion.matches(choice.plan.loop, exclude)
-        else choice
-        for choice, loop in zip(loop_planner.plan_loops(view, decide), view.loops, strict=True)
-    ]
-    if any(loop.plan.recompute for loop in loops):
-        loops, choice = _with_loops(view, loops, best, scale, small)
-    else:
-        choice = best(view)
+    settings = settings or Settings()
+    scale, small = 1.0, 1.0 if open_batch else None
+    if open_batch and settings.batch_size is None:
+        scale = evaluation.judging_scale(view, simulate(view))
+    loops, choice = _decide(view, settings, scale, small)
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
-    in_loops = any(loop.plan.recompute for loop in loops)
-    note = " ".join(filter(None, ("" if in_loops else choice.note, _kept_whole(view))))
+    in_loops = any(loop.recompute for loop in loops)
+    note = " ".join(filter(None, ("" if in_loops else choice.note, _kept_whole(view, whole))))
     return RecomputePlan(
-        policy,
+        settings.policy,
         choice.decisions,
         choice.before,
         choice.after,
         batch_size,
         choice.schedule.untied,
         choice.schedule.sums,
-        tuple(loop.plan for loop in loops),
+        tuple(loops),
         note,
     )
+
+
+def _decide(
+    view: GraphView, settings: Settings, scale: float, small: float | None
+) -> tuple[list[LoopPlan], evaluation.Choice]:
+    """What becomes of the view's loops, and of all else."""
+
+    def propose(part: GraphView) -> list[list[RegionDecision]]:
+        solve = planner.POLICIES[settings.policy]
+        times, excluded = simulate(part), exclusion.excluded_nodes(part, settings.exclude)
+        found = _partitions(part, settings.policy, excluded)
+        return [solve(part, regions, settings.cost_model, times) for regions in found]
+
+    nothing = settings.policy == "none"
+    schedule = evaluation.Schedule() if nothing else evaluation.schedule_of(view)
+    proposals = propose(view)
+
+    def best(part: GraphView) -> evaluation.Choice:
+        times = simulate(part)
+        choices = [
+            evaluation.choose(part, decisions, schedule, times, scale, small)
+            for decisions in proposals
+        ]
+        return min(choices, key=lambda c: c.after.total_bytes)
+
+    loops = loop_planner.plan_loops(view, propose)
+    for place, (found, loop) in enumerate(zip(loops, view.loops, strict=True)):
+        if nothing or exclusion.matches(found.plan.loop, settings.exclude):
+            reason = "policy" if nothing else "excluded"
+            loops[place] = loop_planner.keep(found, loop, reason, in_order=False)
+    if not any(found.plan.recompute for found in loops):
+        return [found.plan for found in loops], best(view)
+    loops, choice = _with_loops(view, loops, best, scale, small)
+    return [found.plan for found in loops], choice
 
 
 def _with_loops(
@@ -132,12 +146,7 @@ def _with_loops(
 
 
 def plan_step(
-    losses: Sequence[tf.Tensor],
-    gradients: Sequence[tf.Tensor],
-    policy: str,
-    cost_model: CostModel,
-    batch_size: int | None = None,
-    exclude: Sequence[str] = (),
+    losses: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], settings: Settings
 ) -> tuple[Trace, RecomputePlan]:
     """Traces and plans a step that is being traced; see `tracing.trace_step` for the arguments.
 
@@ -149,10 +158,9 @@ def plan_step(
     """
     start = time.perf_counter()
     with paused_collector():
-        trace = trace_step(losses, gradients, batch_size)
-        exclusion.check(trace.view, exclude)
-        told = batch_size is not None
-        plan = plan_view(trace.view, cost_model, policy, trace.open_batch, told, exclude)
+        trace = trace_step(losses, gradients, settings.batch_size)
+        exclusion.check(trace.view, settings.exclude)
+        plan = plan_view(trace.view, settings, trace.open_batch, trace.whole)
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx), planned "
@@ -195,17 +203,28 @@ def _partitions(
     return [fine, merged]
 
 
-def _kept_whole(view: GraphView) -> str:
-    """Which loops, calls and conditionals of the forward pass nothing looks into."""
-    planned = {loop.forward for loop in view.loops}
-    kept = collections.Counter(
-        node.op
+_OPAQUE = {
+    "If": "conditional",
+    "StatelessIf": "conditional",
+    "Case": "conditional",
+    "StatelessCase": "conditional",
+    "PartitionedCall": "function call",
+    "StatefulPartitionedCall": "function call",
+    "CudnnRNN": "one kernel of cuDNN",
+    "CudnnRNNV2": "one kernel of cuDNN",
+    "CudnnRNNV3": "one kernel of cuDNN",
+}
+
+
+def _kept_whole(view: GraphView, loops: Sequence[str]) -> str:
+    """What of the forward pass nothing looks into, and why."""
+    found = [
+        f"{node.name} ({_OPAQUE[node.op]})"
         for node in view.nodes
-        if not node.backward
-        and node.id not in planned
-        and op_traits.traits_of(node.op).kind is Kind.CONTROL_FLOW
-    )
-    if not kept:
+        if not node.backward and node.op in _OPAQUE
+    ]
+    found += loops
+    if not found:
         return ""
-    listed = ", ".join(f"{count} {op}" for op, count in sorted(kept.items()))
-    return f"Kept whole: {listed}."
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return f"Kept whole: {', '.join(found[:_NAMED])}{more}."

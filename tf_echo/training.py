@@ -17,7 +17,6 @@ from typing import Any
 import tensorflow as tf
 
 from tf_echo import passes, rewriter, tracing
-from tf_echo.cost_model import CostModel
 from tf_echo.exclusion import UnmatchedPatternError
 from tf_echo.plan import RecomputePlan
 
@@ -32,21 +31,11 @@ class StepPlanner:
     """Plans every step that an optimizer is traced in.
 
     Args:
-        policy: a key of `planner.POLICIES`.
-        cost_model: says how long an op takes.
-        batch_size: nominal batch size of steps that leave it open; None chooses one.
-        exclude: patterns of the names of layers of which nothing is recomputed.
+        settings: what the user wants.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        cost_model: CostModel,
-        batch_size: int | None,
-        exclude: Sequence[str] = (),
-    ):
-        self.policy, self.cost_model, self.batch_size = policy, cost_model, batch_size
-        self.exclude = tuple(exclude)
+    def __init__(self, settings: passes.Settings):
+        self.settings = settings
         self.plans: list[RecomputePlan] = []
         self._losses: weakref.WeakKeyDictionary[tf.Graph, list[str]] = weakref.WeakKeyDictionary()
         self._planned: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
@@ -104,9 +93,7 @@ class StepPlanner:
 
     def _plan(self, losses: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> None:
         try:
-            trace, plan = passes.plan_step(
-                losses, gradients, self.policy, self.cost_model, self.batch_size, self.exclude
-            )
+            trace, plan = passes.plan_step(losses, gradients, self.settings)
         except UnmatchedPatternError:
             raise
         except Exception:

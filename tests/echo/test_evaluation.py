@@ -52,14 +52,14 @@ def schedule(plan: RecomputePlan) -> evaluation.Schedule:
 
 
 def test_each_layer_is_recomputed_and_the_peak_falls():
-    plan = passes.plan_view(network(), UnitCost())
+    plan = passes.plan_view(network(), passes.Settings(cost_model=UnitCost()))
     assert len(plan.recomputed) >= LAYERS - 1
     assert plan.ratio > 1.4
 
 
 def test_the_prediction_is_the_simulated_peak_of_the_rewired_step():
     view = network()
-    plan = passes.plan_view(view, UnitCost())
+    plan = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
     after = simulate(evaluation.rewire(view, plan.decisions, schedule(plan)).view)
     assert plan.before.total_bytes == simulate(view).peak_bytes
     assert plan.after.total_bytes == after.peak_bytes
@@ -69,7 +69,7 @@ def test_the_prediction_is_the_simulated_peak_of_the_rewired_step():
 
 def test_rewiring_keeps_every_original_node_and_stays_consistent():
     view = network()
-    plan = passes.plan_view(view, UnitCost())
+    plan = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
     rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     rewired.verify()
     names = {node.name for node in rewired.nodes}
@@ -83,7 +83,7 @@ def test_the_empty_plan_changes_nothing():
 
 def test_updates_read_past_the_tie_that_holds_all_gradients():
     view = network(weights="1MiB")
-    plan = passes.plan_view(view, UnitCost())
+    plan = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
     rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     assert plan.untied == ("tie",)
     assert "tie" not in rewired.by_name
@@ -93,7 +93,7 @@ def test_updates_read_past_the_tie_that_holds_all_gradients():
 
 def test_what_is_recomputed_waits_for_the_weight_gradients_before_it():
     view = network()
-    plan = passes.plan_view(view, UnitCost())
+    plan = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
     rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     copy = next(
         n
@@ -128,15 +128,15 @@ def test_a_region_that_the_peak_does_not_depend_on_is_kept():
     lines.insert(0, "p = Placeholder [4B]")
     lines.insert(1, "t = MatMul p p [512MiB]")
     lines.insert(2, "q = MatMul t t [4B]")
-    plan = passes.plan_view(parse_view("\n".join(lines)), UnitCost())
+    plan = passes.plan_view(parse_view("\n".join(lines)), passes.Settings(cost_model=UnitCost()))
     assert not plan.recomputed
 
 
 def test_an_open_batch_is_judged_where_activations_outweigh_variables():
     small = network(size="4KiB", weights="1MiB")
     view = dataclasses.replace(small, weight_bytes=LAYERS * 2**20, batch_size=32)
-    closed = passes.plan_view(view, UnitCost())
-    opened = passes.plan_view(view, UnitCost(), open_batch=True)
+    closed = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
+    opened = passes.plan_view(view, passes.Settings(cost_model=UnitCost()), open_batch=True)
     assert not closed.recomputed
     assert len(opened.recomputed) >= LAYERS - 2
     assert opened.batch_size > 32 * 100

@@ -326,7 +326,7 @@ def test_never_above_the_baseline_and_near_the_optimum_on_random_graphs(record_p
     gaps, gains = [], 0
     for seed in range(120):
         view = random_view(seed)
-        plan = passes.plan_view(view, RooflineCost())
+        plan = passes.plan_view(view, passes.Settings(cost_model=RooflineCost()))
         assert plan.after.total_bytes <= plan.before.total_bytes
         rewired = evaluation.rewire(
             view, plan.decisions, evaluation.Schedule(plan.untied, plan.sums)
@@ -348,11 +348,12 @@ def test_never_above_the_baseline_and_near_the_optimum_on_random_graphs(record_p
 
 def test_plans_are_the_same_every_time():
     view = shared_broadcast(9, between="heavy")
-    assert passes.plan_view(view, UnitCost()) == passes.plan_view(view, UnitCost())
+    settings = passes.Settings(cost_model=UnitCost())
+    assert passes.plan_view(view, settings) == passes.plan_view(view, settings)
 
 
 def test_policy_none_keeps_everything_and_unties_nothing():
-    plan = passes.plan_view(shared_broadcast(9), UnitCost(), policy="none")
+    plan = passes.plan_view(shared_broadcast(9), passes.Settings("none", UnitCost()))
     assert not plan.recomputed
     assert not plan.untied
     assert plan.before == plan.after

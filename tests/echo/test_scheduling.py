@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests import reference
 from tf_echo import evaluation, passes, rewriter, scheduling
-from tf_echo.cost_model import RooflineCost, UnitCost
+from tf_echo.cost_model import UnitCost
 from tf_echo.graph_view import GraphView, parse_view
 from tf_echo.memory_model import simulate
 
@@ -29,7 +29,7 @@ def shared_weight(steps: int) -> GraphView:
 @pytest.mark.parametrize("steps", [3, 8, 9, 10, 17, 30])
 def test_terms_of_a_running_sum_are_not_all_held(steps):
     view = shared_weight(steps)
-    plan = passes.plan_view(view, UnitCost())
+    plan = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
     assert plan.sums == ("sum",)
     mib = 2**20
     assert plan.before.total_bytes > steps * mib
@@ -70,7 +70,7 @@ def test_running_sums_are_bit_equal_to_what_addn_gives(steps):
             result = tape.gradient(loss, weight)
             gradient.assign(result)
             if planned:
-                trace, plan = passes.plan_step([loss], [result], "echo", RooflineCost())
+                trace, plan = passes.plan_step([loss], [result], passes.Settings())
                 rewriter.rewrite(trace, plan)
                 plans.append(plan)
 
