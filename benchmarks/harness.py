@@ -232,9 +232,9 @@ def _labels(view: Any) -> dict[int, str]:
     found = {}
     for loop in view.loops:
         forward, backward = (view.nodes[n].name for n in (loop.forward, loop.backward))
-        found.update({t: f"kept for the gradient of {forward}" for t in loop.kept})
-        found.update({t: f"an iteration of {forward}" for t in loop.forward_work})
-        found.update({t: f"an iteration of {backward}" for t in loop.backward_work})
+        found.update(dict.fromkeys(loop.kept, f"kept for the gradient of {forward}"))
+        found.update(dict.fromkeys(loop.forward_work, f"an iteration of {forward}"))
+        found.update(dict.fromkeys(loop.backward_work, f"an iteration of {backward}"))
     return found
 
 

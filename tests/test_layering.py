@@ -20,6 +20,7 @@ ECHO_LAYERS = (
     ("planner", "loop_planner"),
     ("tf_internals", "loop_internals"),
     ("nominal_shapes", "tracer", "tracing", "measuring"),
+    ("summing",),
     ("loop_rewriter",),
     ("rewriter",),
     ("passes",),

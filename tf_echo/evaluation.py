@@ -21,6 +21,8 @@ GUARD_BYTES = 4096
 
 _TOLERANCE = 0.002
 _TRIVIAL_SHARE = 0.005
+_MIN_SHARE = 0.02
+"""What is recomputed takes time; it must lower the peak by at least this part."""
 _SIMULATED_NODES = 60_000
 _SMALL_NODES = 10_000
 _FRUITLESS_ROUNDS = 2
@@ -288,7 +290,8 @@ def choose(
     dropped = [drop(d, "the predicted peak would not be lower") for d in decisions]
 
     def lower(trial: _Trial) -> bool:
-        if trial.peak_bytes >= baseline.peak_bytes:
+        share = 1 - _MIN_SHARE if any(d.recompute for d in trial.decisions) else 1.0
+        if trial.peak_bytes >= baseline.peak_bytes * share:
             return False
         if small is None or small == scale:
             return True

@@ -49,6 +49,7 @@ def _keep(plan: LoopPlan, reason: str, in_order: bool) -> LoopPlan:
         in_order=plan.in_order and in_order,
         decisions=tuple(evaluation.drop(d, reason) for d in plan.decisions),
         reread=(),
+        sums=(),
         loops=tuple(_keep(inner, reason, in_order) for inner in plan.loops),
     )
 
@@ -58,10 +59,11 @@ def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
     memories = {place: choice.memory for place, choice in enumerate(inner)}
     body = loop_memory.resized(loop.body, memories)
     before = loop_memory.loop_memory(loop, loop.body)
+    sums = () if loop.compiled else evaluation.schedule_of(body).sums
     trials = []
     for decisions in decide(body):
         chosen = evaluation.drop_trivial(decisions)
-        rewired = evaluation.rewire(body, chosen).view
+        rewired = evaluation.rewire(body, chosen, evaluation.Schedule(sums=sums)).view
         after = loop_memory.loop_memory(loop, rewired, reread=True)
         trials.append((_weight(loop, after), chosen, after, rewired))
     weight, decisions, memory, rewired = min(trials, key=lambda trial: trial[0])
@@ -77,6 +79,7 @@ def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
             not loop.compiled,
             tuple(decisions),
             tuple(loop_memory.read_again(loop, rewired)),
+            sums,
             tuple(choice.plan for choice in inner),
         ),
         memory,
@@ -122,7 +125,8 @@ def planned(view: GraphView, plans: Sequence[LoopPlan]) -> GraphView:
 
 
 def _memory(loop: Loop, plan: LoopPlan) -> LoopMemory:
-    body = evaluation.rewire(planned(loop.body, plan.loops), plan.decisions).view
+    schedule = evaluation.Schedule(sums=plan.sums)
+    body = evaluation.rewire(planned(loop.body, plan.loops), plan.decisions, schedule).view
     return loop_memory.loop_memory(loop, body, reread=True)
 
 

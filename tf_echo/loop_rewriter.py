@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, op_traits, regions, tf_internals
+from tf_echo import loop_internals, op_traits, regions, summing, tf_internals
 from tf_echo.graph_view import Node
 from tf_echo.op_traits import Kind
 from tf_echo.plan import LoopPlan, RegionDecision
@@ -36,6 +36,7 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
     for decision in plan.recomputed:
         rewriting.recompute(decision)
     rewriting.read_again()
+    summing.replace_sums(trace.body, plan.sums)
     editor.drop_unread()
     editor.finish()
 

@@ -65,6 +65,8 @@ class LoopPlan:
     reread: tuple[str, ...] = ()
     """Names of tensors of the body that the backward loop reads again (variables, slices of
     the loop's inputs). Under XLA it would else keep a copy of each iteration."""
+    sums: tuple[str, ...] = ()
+    """Names of AddN ops of the gradient's body that add up their terms one by one instead."""
     loops: tuple["LoopPlan", ...] = ()
     """The loops in the body."""
 
@@ -96,6 +98,7 @@ def _loop_plan(fields: dict[str, Any]) -> LoopPlan:
             **fields,
             "decisions": tuple(_decision(d) for d in fields["decisions"]),
             "reread": tuple(fields["reread"]),
+            "sums": tuple(fields["sums"]),
             "loops": tuple(_loop_plan(loop) for loop in fields["loops"]),
         }
     )

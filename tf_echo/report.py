@@ -59,6 +59,8 @@ def _loop_lines(loop: LoopPlan, every_region: bool) -> list[str]:
         lines.append("Each iteration waits for the one before.")
     if loop.reread:
         lines.append(f"{len(loop.reread)} variables or inputs are read again instead of kept.")
+    if loop.sums:
+        lines.append(f"{len(loop.sums)} sums of gradients are built up term by term.")
     if not loop.recompute:
         return [*lines, f"Nothing is recomputed in it: {loop.reason}."]
     lines += _table(loop.decisions, every_region, loop.trips)

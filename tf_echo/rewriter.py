@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, loop_rewriter, scheduling, tf_internals
-from tf_echo.graph_view import Node
+from tf_echo import gating, loop_rewriter, scheduling, summing, tf_internals
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision
 from tf_echo.tracer import LoopTrace, Trace
 
@@ -40,13 +39,13 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     if not plan.recomputed and not plan.untied and not plan.sums:
         return
     passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
-    totals = _replace_sums(trace, plan.sums)
+    totals = summing.replace_sums(trace, plan.sums)
     _recompute(trace, plan, totals)
     for first, second in scheduling.put_offs(trace.view, passed):
         tf_internals.wait_for(trace.operations[second], trace.operations[first])
     for tensor, source in passed.items():
         total = totals.get(trace.view.tensors[source].node)
-        _read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
+        summing.read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
 
 
 def _loops(trace: Trace, plan: RecomputePlan) -> list[tuple[LoopPlan, LoopTrace]]:
@@ -73,42 +72,10 @@ def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) 
             _Region(trace, decision, ready).rewrite()
 
 
-def _replace_sums(trace: Trace, names: Sequence[str]) -> dict[int, tf.Tensor]:
-    """Lets the readers of AddN ops read running sums, which it returns by the AddN's node."""
-    totals: dict[int, tf.Tensor] = {}
-    for name in names:
-        node = trace.view.node(name)
-        totals[node.id] = _sum_up(trace, node)
-        _read_instead(trace.tensor(node.outputs[0]), totals[node.id])
-    return totals
-
-
 def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:
     for name in names:
         if name not in trace.view.by_name or trace.view.node(name).op != op:
             raise ValueError(f"The plan names {name!r}, which is no {op} of this graph.")
-
-
-def _sum_up(trace: Trace, node: Node) -> tf.Tensor:
-    """Adds an AddN's terms one after the other; the maker of each term waits for those before."""
-    total = scheduling.running_sum(trace.view, node.id)
-    values = [trace.tensor(t) for t in node.inputs]
-    device = trace.operations[node.id].device or None
-    with trace.graph.as_default(), tf.control_dependencies(None), tf.device(device):
-        for addition in total.additions:
-            left, right = values[addition.left], values[addition.right]
-            values.append(tf.raw_ops.AddV2(x=left, y=right, name=f"{node.name}/sum"))
-    for number, maker in total.waits:
-        tf_internals.wait_for(trace.operations[maker], values[len(node.inputs) + number].op)
-    return values[-1]
-
-
-def _read_instead(tensor: tf.Tensor, other: tf.Tensor) -> None:
-    """Lets whoever reads a tensor read another one."""
-    for reader in tensor.consumers():
-        for place, read in enumerate(reader.inputs):
-            if read is tensor:
-                tf_internals.replace_input(reader, place, other)
 
 
 def _readers(trace: Trace, decision: RegionDecision) -> list[int]:
