@@ -46,15 +46,15 @@ def gradient_loops(operations: Iterable[tf.Operation]) -> dict[tf.Operation, lis
     return found
 
 
-def only_reads(operation: tf.Operation, *handles: tf.Tensor) -> bool:
-    """Whether an operation leaves the variables behind handles as they are."""
-    if operation.type in ("ReadVariableOp", "Identity", "VariableShape", "ResourceGather"):
+def only_reads(operation: tf.Operation, handle: tf.Tensor) -> bool:
+    """Whether an operation leaves the variable behind a handle as it is."""
+    if operation.type in ("ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd"):
         return True
     try:
         reads = operation.get_attr(auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR)
     except ValueError:
         return False
-    places = [p for p, t in enumerate(operation.inputs) if any(t is h for h in handles)]
+    places = [p for p, t in enumerate(operation.inputs) if t is handle]
     return all(place in reads for place in places)
 
 
@@ -84,7 +84,12 @@ class LoopEditor:
         kept from each iteration, unless it is already.
         """
         with self.backward_body.as_default(), tf.control_dependencies(None):
-            return self.backward_body.capture(tensor)
+            kept = self.backward_body.capture(tensor)
+        # TensorFlow lets some wait for the gradient that first read them; others come earlier.
+        for operation in (kept.op, *(t.op for t in kept.op.inputs)):
+            if operation.type in ("Const", "TensorListPopBack"):
+                operation._remove_all_control_inputs()
+        return kept
 
     def drop_unread(self) -> None:
         """Keeps no longer what the backward body does not read."""

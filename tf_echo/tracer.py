@@ -59,6 +59,7 @@ class Tracer:
         nominal: sizes of the forward operations.
         backward_nominal: sizes of the backward operations.
         gradients: for each loop its gradient loops.
+        around: for the body of a loop, the loop and what it is in.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Tracer:
         nominal: NominalShapes,
         backward_nominal: NominalShapes,
         gradients: Mapping[tf.Operation, Sequence[tf.Operation]],
+        around: "_Around | None" = None,
     ):
         self.graph, self.nominal, self.backward_nominal = graph, nominal, backward_nominal
+        self.around = around
         self.builder = ViewBuilder()
         self.operations: list[tf.Operation] = []
         self.loops: list[LoopTrace] = []
@@ -188,7 +191,7 @@ class Tracer:
             kept,
             work,
             backward_work,
-            _changed(body, forward, backward) if compiled else frozenset(),
+            _changed(body, _Around(forward, backward, self.around)) if compiled else frozenset(),
         )
         self.whole += body.whole
         self.loops.append(LoopTrace(loop, forward, backward, body))
@@ -196,6 +199,14 @@ class Tracer:
 
 def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+class _Around(NamedTuple):
+    """A loop, its gradient, and the loop that both are in."""
+
+    forward: tf.Operation
+    backward: tf.Operation
+    outer: "_Around | None"
 
 
 class _Links(NamedTuple):
@@ -256,6 +267,7 @@ def _trace_body(
         nominal,
         backward_nominal,
         loop_internals.gradient_loops([*operations, *gradient_operations]),
+        _Around(forward, backward, outer.around),
     )
     pairs = zip(body.inputs, body.outputs, strict=True)
     variables = {i.op for i, o in pairs if i is not o}
@@ -283,28 +295,34 @@ def _trace_body(
     return tracer.finish("LoopEnd")
 
 
-def _changed(body: Trace, forward: tf.Operation, backward: tf.Operation) -> frozenset[str]:
-    """Nodes of a body that read variables which something writes before the backward loop runs: in
-    the loop, or after it was created and before its gradient was.
+def _changed(body: Trace, around: _Around) -> frozenset[str]:
+    """Nodes of a body that read variables which something writes before the gradient of the
+    outermost loop runs: in a loop, or between the two.
     """
-    inside = loop_internals.body_graph(forward)
-    places = {id(t): place for place, t in enumerate(inside.inputs)}
-    after = set(_created_between(forward, backward))
-    found = set()
-    for node in body.view.nodes:
-        if node.op == "ReadVariableOp" and not node.backward:
-            handle = body.tensor(node.inputs[0])
-            outside = forward.inputs[places[id(handle)]] if id(handle) in places else handle
-            users = [*handle.consumers(), *(u for u in outside.consumers() if u in after)]
-            if not all(loop_internals.only_reads(u, handle, outside) for u in users):
-                found.add(node.name)
-    return frozenset(found)
+    reads = [n for n in body.view.nodes if n.op == "ReadVariableOp" and not n.backward]
+    return frozenset(n.name for n in reads if _is_written(body.tensor(n.inputs[0]), around))
+
+
+def _is_written(handle: tf.Tensor, around: _Around) -> bool:
+    """Whether anything writes a variable that the body of a loop reads."""
+    inputs = loop_internals.body_graph(around.forward).inputs
+    place = next((p for p, t in enumerate(inputs) if t is handle), None)
+    if place is None or not _only_read(handle, handle.consumers()):
+        return True
+    outside = around.forward.inputs[place]
+    if around.outer is not None:
+        return _is_written(outside, around.outer)
+    between = set(_created_between(around.forward, around.backward))
+    return not _only_read(outside, (user for user in outside.consumers() if user in between))
+
+
+def _only_read(handle: tf.Tensor, users: Iterable[tf.Operation]) -> bool:
+    return all(loop_internals.only_reads(user, handle) for user in users)
 
 
 def _created_between(first: tf.Operation, last: tf.Operation) -> Sequence[tf.Operation]:
     operations: list[tf.Operation] = first.graph.get_operations()
-    end = operations.index(last) if last.graph is first.graph else len(operations)
-    return operations[operations.index(first) : end]
+    return operations[operations.index(first) : operations.index(last)]
 
 
 def in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:

@@ -237,6 +237,16 @@ def _with_integers(x, kernel):
     return tf.while_loop(lambda i, *_: i < 4, body, (0, 7, x), maximum_iterations=4)[2]
 
 
+def _gradients_that_wait(x, kernel):
+    """TensorFlow lets what these gradients read wait for the gradient above."""
+
+    def body(i, y):
+        y = tf.nn.gelu(tf.matmul(y, kernel) * tf.sin(y))
+        return i + 1, tf.nn.gelu(tf.matmul(y, kernel) * tf.nn.silu(y))
+
+    return tf.while_loop(lambda i, _: i < 4, body, (0, x), maximum_iterations=4)[1]
+
+
 for _function, _settings in (
     (_fixed_count, {"xla": False}),
     (_until_small, {}),
@@ -247,6 +257,7 @@ for _function, _settings in (
     (_branch_inside, {}),
     (_call_inside, {}),
     (_with_integers, {}),
+    (_gradients_that_wait, {}),
 ):
 
     def _network(x: Any, function: Callable[[Any, Any], Any] = _function) -> Any:
@@ -255,6 +266,49 @@ for _function, _settings in (
 
     _network.__name__ = f"loop{_function.__name__}"
     _case(models.VECTOR, **_settings)(_network)
+
+
+class Written(layers.Layer):
+    """Two loops, one in the other, that read a variable which changes before the gradient runs.
+
+    Args:
+        where: `"inner"` loop, `"outer"` loop or `"after"` the loops.
+    """
+
+    def __init__(self, where: str, **arguments: Any):
+        super().__init__(**arguments)
+        self.where = where
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), initializer="glorot_uniform")
+        self.factor = tf.Variable(1.0, trainable=False)
+
+    def call(self, x: Any) -> Any:
+        def inner(j: Any, y: Any) -> Any:
+            self._write("inner")
+            return j + 1, tf.tanh(_step(y, self.kernel) * self.factor) * tf.sigmoid(y * self.factor)
+
+        def outer(i: Any, y: Any) -> Any:
+            self._write("outer")
+            y = tf.while_loop(lambda j, _: j < 3, inner, (0, y), maximum_iterations=3)[1]
+            return i + 1, tf.nn.gelu(y * self.factor)
+
+        y = tf.while_loop(lambda i, _: i < 3, outer, (0, x), maximum_iterations=3)[1]
+        self._write("after")
+        return y
+
+    def _write(self, where: str) -> None:
+        if where == self.where:
+            self.factor.assign(self.factor * 0.9)
+
+
+for _where in ("inner", "outer", "after"):
+
+    def _written(x: Any, where: str = _where) -> Any:
+        return layers.Dense(3)(Written(where)(layers.Dense(12, activation="gelu")(x)))
+
+    _written.__name__ = f"variable_written_{_where}"
+    _case(models.VECTOR)(_written)
 
 
 def named(name: str) -> models.Case:
