@@ -16,7 +16,7 @@ from tf_echo import evaluation, exclusion, loop_planner, planner, regions
 from tf_echo.cost_model import CostModel, RooflineCost
 from tf_echo.graph_view import GraphView
 from tf_echo.loop_planner import LoopChoice
-from tf_echo.memory_model import simulate
+from tf_echo.memory_model import Timeline, simulate
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, format_bytes
 from tf_echo.tracer import Trace
 from tf_echo.tracing import trace_step
@@ -58,10 +58,11 @@ def plan_view(
         whole: loops that the view does not look into, with the reasons.
     """
     settings = settings or Settings()
+    timeline = simulate(view)
     scale, small = 1.0, 1.0 if open_batch else None
     if open_batch and settings.batch_size is None:
-        scale = evaluation.judging_scale(view, simulate(view))
-    loops, choice = _decide(view, settings, scale, small)
+        scale = evaluation.judging_scale(view, timeline)
+    loops, choice = _decide(view, timeline, settings, scale, small)
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
     in_loops = any(loop.recompute for loop in loops)
     note = " ".join(filter(None, ("" if in_loops else choice.note, _kept_whole(view, whole))))
@@ -79,24 +80,26 @@ def plan_view(
 
 
 def _decide(
-    view: GraphView, settings: Settings, scale: float, small: float | None
+    view: GraphView, timeline: Timeline, settings: Settings, scale: float, small: float | None
 ) -> tuple[list[LoopPlan], evaluation.Choice]:
     """What becomes of the view's loops, and of all else."""
 
+    def times(part: GraphView) -> Timeline:
+        return timeline if part is view else simulate(part)
+
     def propose(part: GraphView) -> list[list[RegionDecision]]:
         solve = planner.POLICIES[settings.policy]
-        times, excluded = simulate(part), exclusion.excluded_nodes(part, settings.exclude)
+        excluded = exclusion.excluded_nodes(part, settings.exclude)
         found = _partitions(part, settings.policy, excluded)
-        return [solve(part, regions, settings.cost_model, times) for regions in found]
+        return [solve(part, regions, settings.cost_model, times(part)) for regions in found]
 
     nothing = settings.policy == "none"
     schedule = evaluation.Schedule() if nothing else evaluation.schedule_of(view)
     proposals = propose(view)
 
     def best(part: GraphView) -> evaluation.Choice:
-        times = simulate(part)
         choices = [
-            evaluation.choose(part, decisions, schedule, times, scale, small)
+            evaluation.choose(part, decisions, schedule, times(part), scale, small)
             for decisions in proposals
         ]
         return min(choices, key=lambda c: c.after.total_bytes)
