@@ -7,7 +7,7 @@ forward loop when its gradient is taken. Missing in public: any access to the gr
 any change of a loop that was built. Written for TensorFlow 2.21.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -70,12 +70,16 @@ class LoopEditor:
         forward: the loop.
         backward: its gradient, in the same graph or, for a loop inside a loop, in the graph of the
             outer gradient's body.
+        lists: where the backward loop reads what the forward loop keeps: for the place among its
+            inputs the place among the forward loop's outputs.
     """
 
-    def __init__(self, forward: tf.Operation, backward: tf.Operation):
-        self.forward, self.backward = forward, backward
+    def __init__(self, forward: tf.Operation, backward: tf.Operation, lists: Mapping[int, int]):
+        self.forward, self.backward, self._lists = forward, backward, lists
         self.forward_body, self.backward_body = body_graph(forward), body_graph(backward)
         self._extra = len(self.backward_body.extra_inputs)
+        for operation in self.backward_body.get_operations():
+            _wait_for_nothing(operation)
 
     def keep(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor of the backward body that has the value of a tensor of the forward body.
@@ -85,10 +89,7 @@ class LoopEditor:
         """
         with self.backward_body.as_default(), tf.control_dependencies(None):
             kept = self.backward_body.capture(tensor)
-        # TensorFlow lets some wait for the gradient that first read them; others come earlier.
-        for operation in (kept.op, *(t.op for t in kept.op.inputs)):
-            if operation.type in ("Const", "TensorListPopBack"):
-                operation._remove_all_control_inputs()
+        _wait_for_nothing(kept.op)
         return kept
 
     def drop_unread(self) -> None:
@@ -102,16 +103,18 @@ class LoopEditor:
         place = _place(backward.inputs, pop.inputs[0])
         if place is None or backward.outputs[place] is not pop.outputs[0]:
             return
-        read = self.backward.inputs[place]
-        if read.op is not self.forward or len(read.consumers()) > 1:
+        kept = self._lists.get(place)
+        if kept is None or len(self.backward.inputs[place].consumers()) > 1:
             return
-        kept = read.value_index
         start = self.forward.inputs[kept].op
         if start.type != "EmptyTensorList":
             return
         with start.graph.as_default(), tf.control_dependencies(None):
             # XLA makes room also for what is never pushed.
             start._update_input(1, tf.constant(1))
+        with forward.as_default(), tf.control_dependencies(None):
+            # TensorFlow expects whatever pushes to be read when it takes another gradient.
+            tf.identity(forward.outputs[kept])
         forward.outputs[kept] = forward.inputs[kept]
         backward.outputs[place] = backward.inputs[place]
 
@@ -151,6 +154,17 @@ class LoopEditor:
             return tensor
         with graph.as_default(), tf.control_dependencies(None):
             return graph.capture(tensor)
+
+
+def _wait_for_nothing(operation: tf.Operation) -> None:
+    """Lets constants and what is popped be there from the start.
+
+    TensorFlow lets some wait for the gradient that first read them; what is added reads them
+    before.
+    """
+    if operation.type in ("Const", "TensorListPopBack"):
+        for made in (operation, *(t.op for t in operation.inputs if t.op.type == "Const")):
+            made._remove_all_control_inputs()
 
 
 def _place(tensors: Sequence[tf.Tensor], wanted: tf.Tensor) -> int | None:

@@ -6,6 +6,7 @@ the loop cost nothing to keep (figure 8 of the paper), what changes from one ite
 is there anyway.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -144,12 +145,18 @@ def choose(
         peak: the peak of a view of the step, all else being decided.
         tolerance: by which part the peak may rise.
     """
-    found = list(choices)
-    limit = peak(apply(view, found)) * (1 + tolerance)
+    limit = peak(apply(view, choices)) * (1 + tolerance)
     places = [p for p, c in enumerate(choices) if c.plan.recompute]
-    for place in sorted(places, key=lambda p: choices[p].plan.released_bytes):
-        trial = list(found)
-        trial[place] = keep(found[place], view.loops[place], "the peak does not depend on it")
-        if peak(apply(view, trial)) <= limit:
-            found = trial
-    return found
+    places.sort(key=lambda p: choices[p].plan.released_bytes)
+
+    def without(count: int) -> list[LoopChoice]:
+        found = list(choices)
+        for p in places[:count]:
+            found[p] = keep(found[p], view.loops[p], "the peak does not depend on it")
+        return found
+
+    # The more loops keep what they kept, the higher the peak.
+    spared = bisect.bisect_left(
+        range(1, len(places) + 1), True, key=lambda n: peak(apply(view, without(n))) > limit
+    )
+    return without(spared)

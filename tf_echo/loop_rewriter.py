@@ -28,7 +28,7 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
             loop_internals.run_in_order(loop)
     if not plan.recompute:
         return
-    editor = loop_internals.LoopEditor(trace.forward, trace.backward)
+    editor = loop_internals.LoopEditor(trace.forward, trace.backward, trace.lists)
     inner = {loop.forward.name: loop for loop in trace.body.loops}
     for loop_plan in plan.loops:
         rewrite_loop(inner[loop_plan.loop], loop_plan)
@@ -56,7 +56,7 @@ class _Rewriting:
     def recompute(self, decision: RegionDecision) -> None:
         """Adds copies of a region's ops and lets the gradient read them."""
         nodes = [self.view.node(name) for name in decision.nodes]
-        gate = self._gate(self.view.tensor_named(decision.gate))
+        gate = self._gate(nodes, self.view.tensor_named(decision.gate))
         copies: dict[int, tf.Tensor] = {}
         for node in nodes:
             operation = self.trace.operations[node.id]
@@ -99,9 +99,15 @@ class _Rewriting:
             tf_internals.place_like(outputs, operation)
         return outputs
 
-    def _gate(self, tensor: int) -> tf.Operation | None:
-        """An operation that runs when the gate is there; None if that is from the start."""
-        if not self.view.nodes[self.view.tensors[tensor].node].backward:
+    def _gate(self, nodes: Sequence[Node], tensor: int) -> tf.Operation | None:
+        """An operation that runs when the gate is there.
+
+        None if that is from the start, or if something needs a copy before, if only its shape.
+        """
+        readers = (r for n in nodes for t in n.outputs for r in self.view.consumers[t])
+        first = min((r for r in readers if self.view.nodes[r].backward), default=0)
+        gate = self.view.nodes[self.view.tensors[tensor].node]
+        if not gate.backward or gate.id >= first:
             return None
         if tensor not in self.gates:
             # Arguments of a function cannot be waited for.

@@ -175,28 +175,42 @@ class NominalShapes:
         self._values[id(placeholder)] = outer._value(outside, shape) if same else None
 
     def _count_trips(self, operation: tf.Operation) -> tuple[int, bool]:
-        """How often a loop runs, from its limit and from what its condition compares with."""
-        limits = [operation.inputs[1]] if len(operation.inputs) > 1 else []
+        """How often a loop runs, as far as its condition tells: counters below limits, joined by
+        "and". Where it also depends on something else the number is an upper bound.
+        """
+        counts: list[int] = []
+        certain = True
         cond = loop_internals.cond_graph(operation)
-        for inner in cond.get_operations() if cond is not None else ():
-            if inner.type == "Less":
-                limits += [
-                    o
-                    for o, p in zip(operation.inputs, cond.inputs, strict=True)
-                    if p is inner.inputs[1]
-                ]
-                if inner.inputs[1].op.type == "Const":
-                    limits.append(inner.inputs[1])
-        counts = []
-        for limit in limits:
-            value = (
-                tf.get_static_value(limit)
-                if limit.op.type == "Const"
-                else self._value(limit, self._shapes.get(id(limit)))
-            )
-            if value is not None and np.size(value) == 1 and int(value) >= 0:
-                counts.append((int(value), _is_certain(limit)))
-        return min(counts, default=(NOMINAL_TRIPS, False))
+        waiting = [cond.outputs[0]] if cond is not None else []
+        while waiting:
+            condition = waiting.pop().op
+            if condition.type in ("Identity", "LogicalAnd", "Squeeze"):
+                waiting += condition.inputs
+                continue
+            found = self._count_from(operation, condition)
+            certain = certain and found is not None and found[1]
+            if found is not None:
+                counts.append(found[0])
+        return min(counts, default=NOMINAL_TRIPS), certain and bool(counts)
+
+    def _count_from(
+        self, operation: tf.Operation, condition: tf.Operation
+    ) -> tuple[int, bool] | None:
+        """How often a condition `counter < limit` holds, and whether that is certain."""
+        cond = loop_internals.cond_graph(operation)
+        places = {id(t): place for place, t in enumerate(cond.inputs)}
+        if condition.type != "Less" or id(condition.inputs[0]) not in places:
+            return None
+        place = places[id(condition.inputs[0])]
+        limit = condition.inputs[1]
+        limit = operation.inputs[places[id(limit)]] if id(limit) in places else limit
+        start = operation.inputs[place]
+        if not _counts_by_one(loop_internals.body_graph(operation), place):
+            return None
+        values = [_constant(t, self._value(t, self._shapes.get(id(t)))) for t in (start, limit)]
+        if values[0] is None or values[1] is None:
+            return None
+        return max(values[1] - values[0], 0), _is_certain(start) and _is_certain(limit)
 
     def _infer(self, operation: tf.Operation) -> list[Shape | None]:
         inputs = list(operation.inputs)
@@ -276,6 +290,24 @@ class NominalShapes:
         if key not in self._folded:
             self._folded[key] = _evaluate(operation, values)
         return self._folded[key]
+
+
+def _counts_by_one(body: tf.Graph, place: int) -> bool:
+    """Whether a loop variable is an integer that grows by one in each iteration."""
+    made = body.outputs[place].op
+    while made.type == "Identity":
+        made = made.inputs[0].op
+    if made.type not in ("AddV2", "Add") or not made.outputs[0].dtype.is_integer:
+        return False
+    others = [t for t in made.inputs if t is not body.inputs[place]]
+    return len(others) == 1 and others[0].op.type == "Const" and _constant(others[0], None) == 1
+
+
+def _constant(tensor: tf.Tensor, value: np.ndarray | None) -> int | None:
+    """The number in a tensor of one integer, given or constant."""
+    if value is None and tensor.op.type == "Const":
+        value = tf.make_ndarray(tensor.op.get_attr("value"))
+    return int(value) if value is not None and value.size == 1 else None
 
 
 def _first(shape: Shape | None, other: Shape | None) -> Shape | None:

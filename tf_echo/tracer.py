@@ -25,6 +25,9 @@ class LoopTrace:
     backward: tf.Operation
     body: "Trace"
     """One iteration. What is recomputed is added to the graph of the gradient's body."""
+    lists: Mapping[int, int]
+    """Where the gradient reads what the loop keeps: for the place among its inputs the place among
+    the loop's outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +179,8 @@ class Tracer:
         inside_gradient = self.backward_nominal.bodies.get(backward)
         if inside is None or inside_gradient is None:
             return
-        body = _trace_body(self, forward, backward, inside, inside_gradient)
+        links = _links(self, forward, backward)
+        body = _trace_body(self, forward, backward, links, inside, inside_gradient)
         kept, work, backward_work = (
             *_pairs(self._extra(forward)),
             *_pairs(self._extra(backward)),
@@ -194,7 +198,7 @@ class Tracer:
             _changed(body, _Around(forward, backward, self.around)) if compiled else frozenset(),
         )
         self.whole += body.whole
-        self.loops.append(LoopTrace(loop, forward, backward, body))
+        self.loops.append(LoopTrace(loop, forward, backward, body, links.lists))
 
 
 def _pairs(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -216,7 +220,9 @@ class _Links(NamedTuple):
     """By the placeholder's id, a constant of the loop."""
     popped: dict[int, tf.Tensor]
     """By the placeholder's id, the tensor that is pushed on the list that it holds."""
-    pushes: frozenset[tf.Operation]
+    lists: dict[int, int]
+    """By the placeholder's place, the place of that list among the loop's outputs."""
+    pushes: set[tf.Operation]
     """The operations that push, and the placeholders of the lists."""
 
 
@@ -227,11 +233,9 @@ def _links(outer: Tracer, forward: tf.Operation, backward: tf.Operation) -> _Lin
         for outside, inside, output in zip(forward.inputs, body.inputs, body.outputs, strict=True)
         if inside is output
     }
-    links = _Links({}, {}, frozenset())
-    pushes: set[tf.Operation] = set()
-    for given, inside, output in zip(
-        backward.inputs, gradient.inputs, gradient.outputs, strict=True
-    ):
+    links = _Links({}, {}, {}, set())
+    triples = zip(backward.inputs, gradient.inputs, gradient.outputs, strict=True)
+    for number, (given, inside, output) in enumerate(triples):
         source = outer.tensor(outer.number(given))
         place = source.value_index if source.op is forward else None
         push = None if place is None else body.outputs[place].op
@@ -240,28 +244,30 @@ def _links(outer: Tracer, forward: tf.Operation, backward: tf.Operation) -> _Lin
         elif inside is output and id(source) in constants:
             links.same[id(inside)] = constants[id(source)]
         elif (
-            push is not None
+            place is not None
+            and push is not None
             and push.type == "TensorListPushBack"
             and push.inputs[0] is body.inputs[place]
             and output.op.type == "TensorListPopBack"
             and output.op.inputs[0] is inside
         ):
             links.popped[id(inside)] = push.inputs[1]
-            pushes |= {push, body.inputs[place].op}
-    return links._replace(pushes=frozenset(pushes))
+            links.lists[number] = place
+            links.pushes.update((push, body.inputs[place].op))
+    return links
 
 
 def _trace_body(
     outer: Tracer,
     forward: tf.Operation,
     backward: tf.Operation,
+    links: _Links,
     nominal: NominalShapes,
     backward_nominal: NominalShapes,
 ) -> Trace:
     """One iteration of a loop and of its gradient."""
     body, gradient = loop_internals.body_graph(forward), loop_internals.body_graph(backward)
     operations, gradient_operations = body.get_operations(), gradient.get_operations()
-    links = _links(outer, forward, backward)
     tracer = Tracer(
         gradient,
         nominal,
