@@ -3,8 +3,9 @@
 Echo (Zheng et al., "Echo: Compiler-based GPU Memory Footprint Reduction for LSTM RNN Training",
 ISCA 2020) began with one observation: in an LSTM translator most of the memory goes to the
 attention. At every output step it compares the decoder's state with *every* source position, and
-the result, a tensor `[batch, source length, units]`, has to wait for the backward pass. Each is
-cheap to compute again: an addition and a `tanh`.
+the result, a tensor `[batch, source length, width]`, has to wait for the backward pass. Each is
+cheap to compute again: an addition and a `tanh`. The decoder is a `tf.while_loop`, as recurrent
+layers are in Keras; Echo plans inside of it.
 
 This example builds such a translator for character sequences and trains it on real data: the
 names of languages, countries, regions, scripts and currencies that the package `pycountry` ships
@@ -13,6 +14,7 @@ in many languages. It then compares the memory of the same train step with and w
     python examples/translate_names.py
     python examples/translate_names.py --language fr --epochs 20
     python examples/translate_names.py --policy none     # train without recomputation
+    python examples/translate_names.py --unroll          # the same model without loops
 
 The default run takes a few minutes on two CPU cores.
 """
@@ -164,54 +166,46 @@ def make_dataset(
 The decoder is Bahdanau's (Bahdanau et al., "Neural Machine Translation by Jointly Learning to
 Align and Translate", ICLR 2015). At each step it scores every source position with
 `v · tanh(key + query)`, reads the average of the encoder's states under those scores, and feeds
-it to an LSTM cell. Its `call` is a plain Python loop, so the graph holds every step of it side by
-side, as Keras' `unroll=True` does in the encoder.
+it to an LSTM cell. It is written as a cell for `keras.layers.RNN`, which runs it in a
+`tf.while_loop`, as `keras.layers.LSTM` does in the encoder. With `--unroll` the graph holds every
+step side by side instead, and takes longer to trace.
 """
 
-State = tuple[Any, Any]
 
+class AttentionCell(keras.layers.Layer):
+    """One step of an LSTM decoder with additive attention, for `keras.layers.RNN`."""
 
-class AttentionDecoder(keras.layers.Layer):
-    """An LSTM decoder with additive attention, unrolled over the steps of its input."""
-
-    def __init__(self, units: int, **kwargs: Any) -> None:
+    def __init__(self, units: int, width: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.units = units
-        self.key = keras.layers.Dense(units, use_bias=False, name="key")
-        self.query = keras.layers.Dense(units, name="query")
+        self.units, self.width = units, width
+        self.state_size = [units, units]
+        self.key = keras.layers.Dense(width, use_bias=False, name="key")
+        self.query = keras.layers.Dense(width, name="query")
         self.score = keras.layers.Dense(1, use_bias=False, name="score")
-        self.cell = keras.layers.LSTMCell(units, name="cell")
+        self.lstm = keras.layers.LSTMCell(units, name="lstm")
 
-    def prepare(self, memory: Any) -> tuple[Any, State]:
-        """The keys of all source positions, and a first state of zeros."""
-        zeros = ops.zeros_like(memory[:, 0])
-        return self.key(memory), (zeros, zeros)
+    def build(self, inputs_shape: Sequence[int | None]) -> None:
+        # A variable made inside of the loop would be lost with it.
+        self.query.build((None, self.units))
+        self.score.build((None, None, self.width))
+        self.lstm.build((None, inputs_shape[-1] + self.units))
 
-    def attend(self, hidden: Any, keys: Any, penalty: Any) -> Any:
+    def look_at(self, memory: Any, penalty: Any) -> None:
+        """Sets what to attend to: `keras.layers.RNN` hands a cell only its inputs and states."""
+        self.memory, self.penalty, self.keys = memory, penalty, self.key(memory)
+
+    def attend(self, hidden: Any) -> Any:
         """How much to read from each source position: `[batch, source length]`, sum 1."""
-        # Here is the memory: one tensor [batch, source length, units] for every output step.
-        energies = ops.tanh(keys + ops.expand_dims(self.query(hidden), axis=1))
-        scores = self.score(ops.reshape(energies, (-1, self.units)))
-        return ops.softmax(ops.reshape(scores, (-1, keys.shape[1])) + penalty)
+        # Here is the memory: one tensor [batch, source length, width] for every output step.
+        energies = ops.tanh(self.keys + ops.expand_dims(self.query(hidden), axis=1))
+        return ops.softmax(ops.squeeze(self.score(energies), axis=-1) + self.penalty)
 
-    def step(
-        self, inputs: Any, state: State, memory: Any, keys: Any, penalty: Any
-    ) -> tuple[Any, Any, State]:
-        """One output step: features, attention weights, next state."""
-        weights = self.attend(state[0], keys, penalty)
-        context = ops.squeeze(ops.matmul(ops.expand_dims(weights, axis=1), memory), axis=1)
-        hidden, state = self.cell(ops.concatenate([inputs, context], axis=-1), state)
-        return ops.concatenate([hidden, context], axis=-1), weights, state
-
-    def call(self, inputs: Any, memory: Any, penalty: Any) -> tuple[Any, Any]:
-        keys, state = self.prepare(memory)
-        features, weights = [], []
-        for step_inputs in ops.unstack(inputs, inputs.shape[1], axis=1):
-            outputs = self.step(step_inputs, state, memory, keys, penalty)
-            features.append(outputs[0])
-            weights.append(outputs[1])
-            state = outputs[2]
-        return ops.stack(features, axis=1), ops.stack(weights, axis=1)
+    def call(self, inputs: Any, states: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """The LSTM's output, what it has read and the attention weights, side by side."""
+        weights = self.attend(states[0])
+        context = ops.squeeze(ops.matmul(ops.expand_dims(weights, axis=1), self.memory), axis=1)
+        hidden, states = self.lstm(ops.concatenate([inputs, context], axis=-1), states)
+        return ops.concatenate([hidden, context, weights], axis=-1), states
 
 
 """
@@ -224,27 +218,31 @@ alphabet with the attention weights, added up per source character.
 class Translator(keras.Model):
     """Bidirectional LSTM encoder, attention decoder, and a gate between writing and copying."""
 
-    def __init__(self, alphabet_size: int, units: int, dropout: float = 0.2) -> None:
+    def __init__(
+        self, alphabet_size: int, units: int, unroll: bool = False, dropout: float = 0.2
+    ) -> None:
         super().__init__()
         self.alphabet_size = alphabet_size
+        self.units = units
         self.embedding = keras.layers.Embedding(alphabet_size, units // 2)
         self.encoder = keras.layers.Bidirectional(
-            keras.layers.LSTM(units // 2, return_sequences=True, unroll=True)
+            keras.layers.LSTM(units // 2, return_sequences=True, unroll=unroll)
         )
-        self.decoder = AttentionDecoder(units)
+        self.cell = AttentionCell(units, width=2 * units)
+        self.decoder = keras.layers.RNN(self.cell, return_sequences=True, unroll=unroll)
         self.write = keras.layers.Dense(alphabet_size, activation="softmax")
         self.gate = keras.layers.Dense(1, activation="sigmoid")
         self.dropout = keras.layers.Dropout(dropout)
 
-    def encode(self, source: Any, training: bool = False) -> tuple[Any, Any]:
-        """The encoder's states, and a penalty on the scores of padding."""
+    def read(self, source: Any, training: bool = False) -> None:
+        """Encodes the source and has the decoder's cell look at it, but not at its padding."""
         embedded = self.dropout(self.embedding(source), training=training)
-        return self.encoder(embedded), -1e9 * ops.cast(ops.equal(source, PAD), "float32")
+        penalty = -1e9 * ops.cast(ops.equal(source, PAD), "float32")
+        self.cell.look_at(self.encoder(embedded), penalty)
 
-    def predict_characters(
-        self, features: Any, weights: Any, source: Any, training: bool = False
-    ) -> Any:
-        """Log-probabilities `[batch, steps, alphabet]` from the decoder's outputs."""
+    def predict_characters(self, outputs: Any, source: Any, training: bool = False) -> Any:
+        """Log-probabilities `[batch, steps, alphabet]` from the outputs of the decoder's cell."""
+        features, weights = ops.split(outputs, [2 * self.units], axis=-1)
         features = self.dropout(features, training=training)
         copied = ops.matmul(weights, ops.one_hot(source, self.alphabet_size))
         gate = self.gate(features)
@@ -252,21 +250,18 @@ class Translator(keras.Model):
 
     def call(self, inputs: dict[str, Any], training: bool = False) -> Any:
         """Predicts each character from the source and the true characters before it."""
-        memory, penalty = self.encode(inputs["source"], training)
+        self.read(inputs["source"], training)
         previous = self.dropout(self.embedding(inputs["previous"]), training=training)
-        features, weights = self.decoder(previous, memory=memory, penalty=penalty)
-        return self.predict_characters(features, weights, inputs["source"], training)
+        return self.predict_characters(self.decoder(previous), inputs["source"], training)
 
     def translate(self, source: Any) -> Any:
         """Predicts each character from the source and its own best characters before it."""
-        memory, penalty = self.encode(source)
-        keys, state = self.decoder.prepare(memory)
+        self.read(source)
+        states = self.decoder.get_initial_state(batch_size=ops.shape(source)[0])
         characters = [END * ops.ones_like(source[:, 0])]
         for _ in range(source.shape[1]):
-            features, weights, state = self.decoder.step(
-                self.embedding(characters[-1]), state, memory, keys, penalty
-            )
-            scores = self.predict_characters(features[:, None], weights[:, None], source)
+            outputs, states = self.cell(self.embedding(characters[-1]), states)
+            scores = self.predict_characters(ops.expand_dims(outputs, axis=1), source)
             characters.append(ops.cast(ops.argmax(scores[:, 0], axis=-1), source.dtype))
         return ops.stack(characters[1:], axis=1)
 
@@ -288,7 +283,7 @@ def compile_model(model: Translator, policy: str, steps: int) -> None:
         optimizer=tf_echo.EchoOptimizer(adam, policy=policy),
         # Log-probabilities are logits too. Padding does not count.
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=PAD),
-        jit_compile=False,  # XLA would compile the unrolled graph for minutes.
+        jit_compile=False,  # XLA would compile a graph of `--unroll` for minutes.
     )
 
 
@@ -350,7 +345,7 @@ def prepare(args: argparse.Namespace, policy: str) -> Task:
         [source for source, _ in train + held_out] + [target for _, target in train]
     )
     dataset = make_dataset(train, alphabet, args.max_length, args.batch_size, args.seed)
-    model = Translator(len(alphabet), args.units)
+    model = Translator(len(alphabet), args.units, args.unroll)
     compile_model(model, policy, steps=args.epochs * len(dataset))
     return Task(train, held_out, alphabet, dataset, model)
 
@@ -448,6 +443,7 @@ def measure_in_subprocess(policy: str, args: argparse.Namespace) -> dict[str, An
     for name in ("language", "batch_size", "units", "max_length", "seed", "limit"):
         if (value := getattr(args, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
+    command += ["--unroll"] * args.unroll
     counted = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_NUM_INTEROP_THREADS": "1"}
     result = subprocess.run(
         command, env=os.environ | counted, capture_output=True, text=True, check=False
@@ -490,10 +486,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--epochs", type=int, default=16, help="(default: 16)")
     add("--batch-size", type=int, default=128, help="(default: 128)")
     add("--policy", choices=["echo", "none"], default="echo", help="(default: echo)")
-    add("--units", type=int, default=128, help="width of the network (default: 128)")
-    add("--max-length", type=int, default=24, help="leave out longer names (default: 24)")
+    add("--units", type=int, default=96, help="width of the network (default: 96)")
+    add("--max-length", type=int, default=40, help="leave out longer names (default: 40)")
     add("--limit", type=int, help="use only so many pairs")
     add("--seed", type=int, default=0, help="(default: 0)")
+    add("--unroll", action="store_true", help="build the graph without loops")
     add("--skip-peaks", action="store_true", help="do not measure memory")
     add("--measure-peak", choices=["echo", "none"], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -59,22 +59,38 @@ def schedule_of(view: GraphView) -> Schedule:
 
 
 def rewire(
-    view: GraphView, decisions: Sequence[RegionDecision], schedule: Schedule | None = None
+    view: GraphView,
+    decisions: Sequence[RegionDecision],
+    schedule: Schedule | None = None,
+    in_loop: bool = False,
 ) -> Rewired:
     """The view as it is after the decisions and the schedule are carried out.
 
     Copies of a region's nodes come right before the first backward node that reads them; every
     backward node that reads the values of a recomputed tensor reads the copy.
+
+    Args:
+        view: the view.
+        decisions: regions that are recomputed, among others.
+        schedule: what is done besides.
+        in_loop: whether the view is an iteration of a loop. There, what reads but the shape of a
+            tensor that is recomputed reads the copy's: the tensor would be kept for it.
     """
     recomputed = [d for d in decisions if d.recompute]
-    return _Rewiring(view, recomputed, schedule or Schedule()).run()
+    return _Rewiring(view, recomputed, schedule or Schedule(), in_loop).run()
 
 
 class _Rewiring:
     """The state of one `rewire`."""
 
-    def __init__(self, view: GraphView, decisions: Sequence[RegionDecision], schedule: Schedule):
-        self.view, self.builder = view, ViewBuilder()
+    def __init__(
+        self,
+        view: GraphView,
+        decisions: Sequence[RegionDecision],
+        schedule: Schedule,
+        in_loop: bool,
+    ):
+        self.view, self.builder, self.in_loop = view, ViewBuilder(), in_loop
         self.removed = frozenset(view.by_name[n] for n in (*schedule.untied, *schedule.sums))
         self.passed = scheduling.past_ties(view, [view.by_name[n] for n in schedule.untied])
         self.renamed: dict[int, int] = {}
@@ -156,7 +172,8 @@ class _Rewiring:
 
     def _source(self, node: Node, tensor: int) -> int:
         tensor = self.passed.get(tensor, tensor)
-        if node.backward and tensor in self.copies and gating.reads_values(self.view, node):
+        reads = self.in_loop or gating.reads_values(self.view, node)
+        if node.backward and tensor in self.copies and reads:
             return self.copies[tensor]
         return self.renamed[tensor]
 

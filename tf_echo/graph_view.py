@@ -122,6 +122,9 @@ class GraphView:
     """Bytes of the variables that live across steps."""
     batch_size: int | None = None
     """The batch size that sizes were computed for, where the graph left it open."""
+    carried: tuple[tuple[int, int], ...] = ()
+    """Where the view is an iteration of a loop: results that are the same memory as a
+    `LoopVariable` in the next iteration; pairs of tensors."""
     loops: tuple[Loop, ...] = ()
     """The loops whose gradients are in the view; left out of its text."""
 

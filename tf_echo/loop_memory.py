@@ -101,6 +101,7 @@ def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
         }
     else:
         found = {body.buffers[t] for t in body.residuals if not body.is_source(t)}
+        found -= _kept_as_variables(loop, body)
     sizes = [0, 0]
     for tensor in found:
         sizes[not body.tensors[tensor].scales] += body.tensors[tensor].nbytes
@@ -109,6 +110,16 @@ def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
 
 _NEVER_KEPT = frozenset(("Const", "Placeholder"))
 """Constants are copied, and constants of the loop handed to its gradient."""
+
+
+def _kept_as_variables(loop: Loop, body: GraphView) -> set[int]:
+    """Results of an iteration that are kept anyway, as variables of the next."""
+    names = [tuple(map(loop.body.tensor_name, pair)) for pair in loop.body.carried]
+    return {
+        body.buffers[body.tensor_named(result)]
+        for result, variable in names
+        if body.tensor_named(variable) in body.residuals
+    }
 
 
 def _work(body: GraphView, timeline: Timeline) -> tuple[int, int]:

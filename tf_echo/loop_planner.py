@@ -64,7 +64,7 @@ def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
     trials = []
     for decisions in decide(body):
         chosen = evaluation.drop_trivial(decisions)
-        rewired = evaluation.rewire(body, chosen, evaluation.Schedule(sums=sums)).view
+        rewired = evaluation.rewire(body, chosen, evaluation.Schedule(sums=sums), True).view
         after = loop_memory.loop_memory(loop, rewired, reread=True)
         trials.append((_weight(loop, after), chosen, after, rewired))
     weight, decisions, memory, rewired = min(trials, key=lambda trial: trial[0])
@@ -127,7 +127,7 @@ def planned(view: GraphView, plans: Sequence[LoopPlan]) -> GraphView:
 
 def _memory(loop: Loop, plan: LoopPlan) -> LoopMemory:
     schedule = evaluation.Schedule(sums=plan.sums)
-    body = evaluation.rewire(planned(loop.body, plan.loops), plan.decisions, schedule).view
+    body = evaluation.rewire(planned(loop.body, plan.loops), plan.decisions, schedule, True).view
     return loop_memory.loop_memory(loop, body, reread=True)
 
 

@@ -26,7 +26,7 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
     if plan.in_order:
         for loop in (trace.forward, trace.backward):
             loop_internals.run_in_order(loop)
-    if not plan.recompute:
+    if not plan.recompute and not any(inner.in_order for inner in plan.loops):
         return
     editor = loop_internals.LoopEditor(trace.forward, trace.backward, trace.lists)
     inner = {loop.forward.name: loop for loop in trace.body.loops}

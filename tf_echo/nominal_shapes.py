@@ -92,6 +92,8 @@ class NominalShapes:
             shapes = self._add_loop(operation, shapes)
         elif "TensorList" in operation.type:
             shapes = self._add_list(operation, shapes)
+        elif operation.type == "Identity" and id(operation.inputs[0]) in self._lists:
+            self._lists[id(operation.outputs[0])] = self._lists[id(operation.inputs[0])]
         elif operation.outputs and id(operation.outputs[0]) in self._shapes:
             return [self._shapes[id(output)] for output in operation.outputs]
         if None in shapes:

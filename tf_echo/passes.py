@@ -219,14 +219,18 @@ _OPAQUE = {
 }
 
 
-def _kept_whole(view: GraphView, loops: Sequence[str]) -> str:
-    """What of the forward pass nothing looks into, and why."""
+def _opaque_ops(view: GraphView) -> list[str]:
     found = [
         f"{node.name} ({_OPAQUE[node.op]})"
         for node in view.nodes
         if not node.backward and node.op in _OPAQUE
     ]
-    found += loops
+    return found + [name for loop in view.loops for name in _opaque_ops(loop.body)]
+
+
+def _kept_whole(view: GraphView, loops: Sequence[str]) -> str:
+    """What of the forward pass nothing looks into, and why."""
+    found = [*_opaque_ops(view), *loops]
     if not found:
         return ""
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

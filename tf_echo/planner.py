@@ -72,10 +72,14 @@ class _Residuals:
     def __init__(self, view: GraphView):
         self.readers = [gating.backward_readers(view, t.id) for t in view.tensors]
         self.free = [False] * len(view.tensors)
-        """Memory that costs nothing to keep: constants, inputs, variables."""
+        """Memory that costs nothing to keep: constants, inputs, variables, and what is kept
+        as a variable of the next iteration."""
         for tensor in view.tensors:
             if view.kinds[tensor.node] is Kind.SOURCE:
                 self.free[view.buffers[tensor.id]] = True
+        for result, variable in view.carried:
+            if self.readers[variable]:
+                self.free[view.buffers[result]] = True
 
 
 class _Path:

@@ -85,6 +85,7 @@ class Tracer:
         ]
         self._gradient_of = {f: found[0] for f, found in gradients.items() if len(found) == 1}
         self._forward_of = {b: f for f, b in self._gradient_of.items()}
+        self._carried: tuple[tuple[int, int], ...] = ()
         self._numbers: dict[int, int] = {}
         self._nodes: dict[tf.Operation, int] = {}
         self._named: list[tf.Tensor] = []
@@ -129,6 +130,10 @@ class Tracer:
         self.operations.append(loop)
         return node.outputs[0]
 
+    def note_carried(self, results: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> None:
+        """Notes which results of an iteration are which variables of the next."""
+        self._carried = tuple((self.number(r), self.number(v)) for r, v in results)
+
     def _add(
         self, operation: tf.Operation, kind: str, inputs: Sequence[int], backward: bool
     ) -> None:
@@ -161,7 +166,9 @@ class Tracer:
             for number, nbytes in loop_memory.tensor_sizes(trace.loop).items():
                 tensors[number] = tensors[number]._replace(nbytes=nbytes)
         view = self.builder.finish(loss, weight_bytes, self.nominal.batch_size)
-        view = dataclasses.replace(view, loops=tuple(trace.loop for trace in self.loops))
+        view = dataclasses.replace(
+            view, carried=self._carried, loops=tuple(trace.loop for trace in self.loops)
+        )
         operations, loops = tuple(self.operations), tuple(self.loops)
         return Trace(self.graph, view, operations, loops, tuple(self.whole))
 
@@ -275,7 +282,7 @@ def _trace_body(
         loop_internals.gradient_loops([*operations, *gradient_operations]),
         _Around(forward, backward, outer.around),
     )
-    pairs = zip(body.inputs, body.outputs, strict=True)
+    pairs = list(zip(body.inputs, body.outputs, strict=True))
     variables = {i.op for i, o in pairs if i is not o}
     for operation in in_order([op for op in operations if op not in links.pushes]):
         if operation in variables:
@@ -283,6 +290,9 @@ def _trace_body(
         else:
             tracer.add(operation, backward=False)
     end = tracer.add_end((t for t in body.outputs if t.op not in links.pushes), forward)
+    if not loop_internals.is_compiled(forward.graph):
+        changing = [(o, i) for i, o in pairs if i is not o and o.op not in links.pushes]
+        tracer.note_carried(changing)
     arguments = {id(t) for t in gradient.inputs}
     for operation in in_order(gradient_operations):
         outputs = operation.outputs

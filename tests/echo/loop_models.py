@@ -247,6 +247,27 @@ def _gradients_that_wait(x, kernel):
     return tf.while_loop(lambda i, _: i < 4, body, (0, x), maximum_iterations=4)[1]
 
 
+def _shapes_read_early(x, kernel):
+    """The gradient reads shapes of what is recomputed before the gradient above is there."""
+
+    def body(i, y):
+        first, second = tf.split(
+            tf.matmul(tf.concat([y, y], -1), tf.concat([kernel, kernel], 0)), 2, 1
+        )
+        return i + 1, tf.concat([tf.nn.silu(first) * second, tf.tanh(first) + second], -1)
+
+    return tf.while_loop(lambda i, _: i < 4, body, (0, x), maximum_iterations=4)[1]
+
+
+def _until_infinite(x, kernel):
+    """The limit in the condition is no number of iterations."""
+
+    def is_finite(i, y):
+        return (tf.reduce_max(y) < float("inf")) & (i < 3)
+
+    return tf.while_loop(is_finite, lambda i, y: (i + 1, _step(y, kernel)), (0, x))[1]
+
+
 for _function, _settings in (
     (_fixed_count, {"xla": False}),
     (_until_small, {}),
@@ -258,6 +279,8 @@ for _function, _settings in (
     (_call_inside, {}),
     (_with_integers, {}),
     (_gradients_that_wait, {}),
+    (_shapes_read_early, {}),
+    (_until_infinite, {"xla": False}),
 ):
 
     def _network(x: Any, function: Callable[[Any, Any], Any] = _function) -> Any:

@@ -6,11 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tf_echo
 from tests import reference
-from tests.echo import forcing, loop_models, models
+from tests.echo import forcing, loop_models, models, small
+from tf_echo import loop_internals, loop_rewriter
 from tf_echo.plan import LoopPlan
 
 _RUNS = [
@@ -75,3 +78,66 @@ def test_model_with_loops_trains_the_same_under_xla(name):
     # XLA fuses, and so rounds, what is around a loop differently.
     assert reference.differences(run, _train_plain(name, "fixed", True), 1e-6) == []
     assert any(loop.recompute for loop in run.model.optimizer.plan.loops)
+
+
+def _taken_apart(apply_between: bool, optimizer: Callable[[], keras.optimizers.Optimizer]) -> list:
+    """Weights after two losses of one loop, each with an optimizer of its own."""
+    x = tf.constant(np.random.default_rng(0).normal(size=(64, 12)), tf.float32)
+    start = np.random.default_rng(1).normal(size=(2, 12, 12)).astype("float32") / 3
+    weights = [keras.Variable(value) for value in start]
+    optimizers = [optimizer() for _ in weights]
+    for one, weight in zip(optimizers, weights, strict=True):
+        one.build([weight])
+
+    @tf.function(autograph=False)
+    def step():
+        def body(i, y):
+            y = tf.nn.gelu(tf.matmul(y, weights[0])) * tf.sigmoid(y)
+            return i + 1, tf.tanh(tf.matmul(y, weights[1])) * y
+
+        y = tf.while_loop(lambda i, _: i < 5, body, (0, x))[1]
+        losses = [one.scale_loss(tf.reduce_mean(y**2)) for one in optimizers]
+        if apply_between:
+            for one, weight, loss in zip(optimizers, weights, losses, strict=True):
+                one.apply(tf.gradients(loss, [weight]), [weight])
+        else:
+            found = [tf.gradients(t, [w]) for t, w in zip(losses, weights, strict=True)]
+            for one, weight, gradient in zip(optimizers, weights, found, strict=True):
+                one.apply(gradient, [weight])
+
+    with reference.grappler(enabled=False), tf.device("CPU:0"):
+        step()
+        step()
+    return [weight.numpy() for weight in weights]
+
+
+@pytest.mark.parametrize("apply_between", [True, False])
+def test_a_loop_may_be_differentiated_again_after_it_was_changed(apply_between, monkeypatch):
+    forcing.force(monkeypatch, "proposed")
+    found = _taken_apart(apply_between, lambda: tf_echo.EchoOptimizer(_sgd()))
+    small.assert_equal(found, _taken_apart(apply_between, _sgd))
+
+
+@pytest.mark.parametrize("name", ["loop_nested", "lstm_with_dropout_and_recurrent_dropout"])
+def test_what_the_gradient_does_not_read_is_not_kept(name, monkeypatch):
+    """Also in a loop within a loop."""
+    forcing.force(monkeypatch, "everything")
+    gradients: list[tf.Operation] = []
+    rewrite = loop_rewriter.rewrite_loop
+    monkeypatch.setattr(
+        loop_rewriter,
+        "rewrite_loop",
+        lambda trace, plan: (gradients.append(trace.backward), rewrite(trace, plan)),
+    )
+    _train(loop_models.named(name), lambda: tf_echo.EchoOptimizer(_sgd()), "fixed")
+    unread = [
+        pop
+        for loop in gradients
+        for pop in loop_internals.body_graph(loop).get_operations()
+        if pop.type == "TensorListPopBack" and not pop.outputs[1].consumers()
+    ]
+    assert unread
+    for pop in unread:
+        body = pop.graph
+        place = next(p for p, t in enumerate(body.inputs) if t is pop.inputs[0])
+        assert body.outputs[place] is body.inputs[place]
