@@ -16,6 +16,7 @@ from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops import control_flow_util, control_flow_util_v2, while_v2
 
 LOOPS = ("While", "StatelessWhile")
+_ANY_SHAPE = -1
 
 
 def body_graph(operation: tf.Operation) -> Any:
@@ -106,17 +107,16 @@ class LoopEditor:
         kept = self._lists.get(place)
         if kept is None or len(self.backward.inputs[place].consumers()) > 1:
             return
-        start = self.forward.inputs[kept].op
-        if start.type != "EmptyTensorList":
+        start, push = self.forward.inputs[kept].op, forward.outputs[kept].op
+        if start.type != "EmptyTensorList" or push.type != "TensorListPushBack":
             return
-        with start.graph.as_default(), tf.control_dependencies(None):
-            # XLA makes room also for what is never pushed.
-            start._update_input(1, tf.constant(1))
-        with forward.as_default(), tf.control_dependencies(None):
-            # TensorFlow expects whatever pushes to be read when it takes another gradient.
-            tf.identity(forward.outputs[kept])
         forward.outputs[kept] = forward.inputs[kept]
         backward.outputs[place] = backward.inputs[place]
+        _make_small(start)
+        # The ops themselves stay, and XLA compiles them: on lists of their own.
+        dtype = pop.get_attr("element_dtype")
+        push._update_input(0, _empty_list(forward, dtype, _ANY_SHAPE))
+        pop._update_input(0, _empty_list(backward, dtype, []))
 
     def finish(self) -> None:
         """Gives both loops the bodies as they are now."""
@@ -154,6 +154,24 @@ class LoopEditor:
             return tensor
         with graph.as_default(), tf.control_dependencies(None):
             return graph.capture(tensor)
+
+
+def _make_small(start: tf.Operation) -> None:
+    """Makes an empty list one for a single number: XLA makes room also for what is never pushed."""
+    with start.graph.as_default(), tf.control_dependencies(None):
+        shape = start.inputs[0]
+        if shape.shape.rank == 1:
+            start._update_input(0, tf.ones(shape.shape, shape.dtype))
+        start._update_input(1, tf.constant(1))
+
+
+def _empty_list(graph: tf.Graph, dtype: tf.DType, shape: Any) -> tf.Tensor:
+    with graph.as_default(), tf.control_dependencies(None):
+        return tf.raw_ops.EmptyTensorList(
+            element_shape=tf.constant(shape, tf.int32),
+            max_num_elements=tf.constant(1),
+            element_dtype=dtype,
+        )
 
 
 def _wait_for_nothing(operation: tf.Operation) -> None:

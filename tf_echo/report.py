@@ -75,6 +75,8 @@ def _is_worth_a_line(decision: RegionDecision, times: int) -> bool:
 
 def _title(plan: RecomputePlan) -> str:
     count = f"{len(plan.recomputed)} of {len(plan.decisions)} regions recomputed"
+    changed = [loop for loop in plan.loops if loop.recompute]
+    count += f" and {len(changed)} of {len(plan.loops)} loops changed" if plan.loops else ""
     batch = f", sizes for a batch of {plan.batch_size}" if plan.batch_size else ""
     name = f" for {plan.name}" if plan.name else ""
     return f"Echo plan{name}, policy {plan.policy!r}: {count}{batch}. Sizes in MiB, times in ms."

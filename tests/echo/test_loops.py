@@ -22,13 +22,13 @@ _RUNS = [
         planner,
         ("open", "fixed")[(number + place) % 2],
         id=f"{case}-{planner}",
-        marks=[pytest.mark.slow] if (number + place) % 3 else [],
+        marks=[pytest.mark.slow] if (number + place) % 4 else [],
     )
     for number, case in enumerate(loop_models.CASES)
     for place, planner in enumerate(forcing.PLANNERS)
 ]
 _COMPILED = [
-    pytest.param(case.name, marks=[pytest.mark.slow] if number % 4 else [])
+    pytest.param(case.name, marks=[pytest.mark.slow] if number % 7 else [])
     for number, case in enumerate(loop_models.CASES)
     if case.name not in loop_models.WITHOUT_XLA
 ]
@@ -138,6 +138,5 @@ def test_what_the_gradient_does_not_read_is_not_kept(name, monkeypatch):
     ]
     assert unread
     for pop in unread:
-        body = pop.graph
-        place = next(p for p, t in enumerate(body.inputs) if t is pop.inputs[0])
-        assert body.outputs[place] is body.inputs[place]
+        # On a list of its own, not on one that the loop hands it.
+        assert pop.inputs[0].op.type == "EmptyTensorList"
