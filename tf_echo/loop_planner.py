@@ -85,7 +85,7 @@ def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
         ),
         memory,
     )
-    if weight > (1 - _MIN_SHARE) * _weight(loop, before):
+    if weight >= (1 - _MIN_SHARE) * _weight(loop, before):
         return keep(choice, loop, _why_keep(before, memory))
     return choice
 

@@ -26,7 +26,7 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
     if plan.in_order:
         for loop in (trace.forward, trace.backward):
             loop_internals.run_in_order(loop)
-    if not plan.recompute and not any(inner.in_order for inner in plan.loops):
+    if not plan.recompute and not any(map(_does_anything, plan.loops)):
         return
     editor = loop_internals.LoopEditor(trace.forward, trace.backward, trace.lists)
     inner = {loop.forward.name: loop for loop in trace.body.loops}
@@ -39,6 +39,10 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
     summing.replace_sums(trace.body, plan.sums)
     editor.drop_unread()
     editor.finish()
+
+
+def _does_anything(plan: LoopPlan) -> bool:
+    return plan.recompute or plan.in_order or any(map(_does_anything, plan.loops))
 
 
 class _Rewriting:

@@ -212,7 +212,9 @@ class NominalShapes:
         values = [_constant(t, self._value(t, self._shapes.get(id(t)))) for t in (start, limit)]
         if values[0] is None or values[1] is None:
             return None
-        return max(values[1] - values[0], 0), _is_certain(start) and _is_certain(limit)
+        known: dict[int, bool] = {}
+        certain = _is_certain(start, known) and _is_certain(limit, known)
+        return max(values[1] - values[0], 0), certain
 
     def _infer(self, operation: tf.Operation) -> list[Shape | None]:
         inputs = list(operation.inputs)
@@ -317,14 +319,22 @@ def _first(shape: Shape | None, other: Shape | None) -> Shape | None:
     return other if shape is None else shape
 
 
-def _is_certain(tensor: tf.Tensor) -> bool:
-    """Whether a small tensor follows from constants and from shapes that the graph knows."""
-    operation = tensor.op
-    if operation.type in ("Shape", "Size", "Rank"):
-        return static_shape(operation.inputs[0]) is not None
-    if operation.type == "Const":
-        return True
-    return bool(operation.inputs) and all(_is_certain(t) for t in operation.inputs)
+def _is_certain(tensor: tf.Tensor, known: dict[int, bool]) -> bool:
+    """Whether a small tensor follows from constants and from shapes that the graph knows.
+
+    Args:
+        tensor: the tensor.
+        known: what is known of tensors, by their ids; it grows.
+    """
+    if id(tensor) not in known:
+        operation = tensor.op
+        if operation.type in ("Shape", "Size", "Rank"):
+            known[id(tensor)] = static_shape(operation.inputs[0]) is not None
+        else:
+            inputs = list(operation.inputs)
+            follows = bool(inputs) and all(_is_certain(t, known) for t in inputs)
+            known[id(tensor)] = follows or operation.type == "Const"
+    return known[id(tensor)]
 
 
 def _key(

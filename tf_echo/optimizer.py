@@ -30,6 +30,7 @@ class EchoOptimizer(keras.optimizers.Optimizer):
     While Keras traces the train step, the step is planned as in *Echo* (ISCA 2020): cheap ops whose
     results only wait for the backward pass run again there instead. The loss, the gradients and the
     random numbers stay the same; nothing is ever recomputed if the predicted peak is not lower.
+    Loops that XLA does not compile run their iterations one after the other.
 
     In all else this is the inner optimizer: it has the same variables, so that checkpoints and
     saved models of one can be loaded by the other, and learning rate, iterations, clipping, moving

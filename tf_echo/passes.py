@@ -141,7 +141,10 @@ def _with_loops(
     if worse or found.peak_bytes >= baseline.peak_bytes:
         reason = "the predicted peak would not be lower"
         pairs = zip(loops, view.loops, strict=True)
-        kept = [loop_planner.keep(given, loop, reason) for given, loop in pairs]
+        kept = [
+            loop_planner.keep(given, loop, reason) if given.plan.recompute else given
+            for given, loop in pairs
+        ]
         return kept, best(view)
     before = evaluation.peak_memory(view, baseline)
     choice = dataclasses.replace(choice, before=before, after=evaluation.peak_memory(after, found))
@@ -162,7 +165,8 @@ def plan_step(
     start = time.perf_counter()
     with paused_collector():
         trace = trace_step(losses, gradients, settings.batch_size)
-        exclusion.check(trace.view, settings.exclude)
+        if not trace.whole and not _opaque_ops(trace.view):
+            exclusion.check(trace.view, settings.exclude)
         plan = plan_view(trace.view, settings, trace.open_batch, trace.whole)
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
     _logger.info(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_echo import gating, loop_rewriter, scheduling, summing, tf_internals
+from tf_echo.graph_view import GraphView
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision
 from tf_echo.tracer import LoopTrace, Trace
 
@@ -34,7 +35,10 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
         _check(trace, decision)
     _check_ops(trace, plan.untied, "IdentityN")
     _check_ops(trace, plan.sums, "AddN")
-    for loop_plan, loop in _loops(trace, plan):
+    loops = _loops(trace, plan.loops)
+    for loop_plan, loop in loops:
+        _check_loop(loop, loop_plan)
+    for loop_plan, loop in loops:
         loop_rewriter.rewrite_loop(loop, loop_plan)
     if not plan.recomputed and not plan.untied and not plan.sums:
         return
@@ -48,13 +52,41 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
         summing.read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
 
 
-def _loops(trace: Trace, plan: RecomputePlan) -> list[tuple[LoopPlan, LoopTrace]]:
-    """The loops to be rewritten, and their plans."""
+def _loops(trace: Trace, plans: Sequence[LoopPlan]) -> list[tuple[LoopPlan, LoopTrace]]:
+    """Plans of loops with the loops that they are for."""
     loops = {loop.forward.name: loop for loop in trace.loops}
-    for loop in plan.loops:
-        if loop.loop not in loops:
-            raise ValueError(f"The plan names {loop.loop!r}, which is no loop of this graph.")
-    return [(loop, loops[loop.loop]) for loop in plan.loops]
+    for plan in plans:
+        if plan.loop not in loops:
+            raise ValueError(f"The plan names {plan.loop!r}, which is no loop of this graph.")
+    return [(plan, loops[plan.loop]) for plan in plans]
+
+
+def _check_loop(loop: LoopTrace, plan: LoopPlan) -> None:
+    for decision in plan.recomputed:
+        _check(loop.body, decision)
+    _check_ops(loop.body, plan.sums, "AddN")
+    for name in plan.reread:
+        _check_read_again(loop, name)
+    for inner_plan, inner in _loops(loop.body, plan.loops):
+        _check_loop(inner, inner_plan)
+
+
+def _check_read_again(loop: LoopTrace, name: str) -> None:
+    view = loop.body.view
+    try:
+        tensor = view.tensor_named(name)
+    except KeyError:
+        tensor = None
+    changed = loop.loop.changed
+    if tensor is None or not view.is_source(tensor) or _root_name(view, tensor) in changed:
+        raise ValueError(
+            f"The plan reads {name!r} again in the gradient of loop {loop.forward.name!r}, which "
+            "is no variable or input of it that stays as it is."
+        )
+
+
+def _root_name(view: GraphView, tensor: int) -> str:
+    return view.nodes[view.tensors[view.buffers[tensor]].node].name
 
 
 def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) -> None:

@@ -6,7 +6,7 @@ backward part. So bodies are planned like whole steps.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -315,11 +315,19 @@ def _changed(body: Trace, around: _Around) -> frozenset[str]:
     """Nodes of a body that read variables which something writes before the gradient of the
     outermost loop runs: in a loop, or between the two.
     """
+    outermost = around
+    while outermost.outer is not None:
+        outermost = outermost.outer
+    operations = outermost.forward.graph.get_operations()
+    start, end = (operations.index(op) for op in (outermost.forward, outermost.backward))
+    between = set(operations[start:end])
     reads = [n for n in body.view.nodes if n.op == "ReadVariableOp" and not n.backward]
-    return frozenset(n.name for n in reads if _is_written(body.tensor(n.inputs[0]), around))
+    return frozenset(
+        n.name for n in reads if _is_written(body.tensor(n.inputs[0]), around, between)
+    )
 
 
-def _is_written(handle: tf.Tensor, around: _Around) -> bool:
+def _is_written(handle: tf.Tensor, around: _Around, between: Collection[tf.Operation]) -> bool:
     """Whether anything writes a variable that the body of a loop reads."""
     inputs = loop_internals.body_graph(around.forward).inputs
     place = next((p for p, t in enumerate(inputs) if t is handle), None)
@@ -327,18 +335,12 @@ def _is_written(handle: tf.Tensor, around: _Around) -> bool:
         return True
     outside = around.forward.inputs[place]
     if around.outer is not None:
-        return _is_written(outside, around.outer)
-    between = set(_created_between(around.forward, around.backward))
+        return _is_written(outside, around.outer, between)
     return not _only_read(outside, (user for user in outside.consumers() if user in between))
 
 
 def _only_read(handle: tf.Tensor, users: Iterable[tf.Operation]) -> bool:
     return all(loop_internals.only_reads(user, handle) for user in users)
-
-
-def _created_between(first: tf.Operation, last: tf.Operation) -> Sequence[tf.Operation]:
-    operations: list[tf.Operation] = first.graph.get_operations()
-    return operations[operations.index(first) : operations.index(last)]
 
 
 def in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:

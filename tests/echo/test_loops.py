@@ -2,6 +2,7 @@
 XLA, and keep less of each iteration.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
@@ -13,8 +14,8 @@ import tensorflow as tf
 import tf_echo
 from tests import reference
 from tests.echo import forcing, loop_models, models, small
-from tf_echo import loop_internals, loop_rewriter
-from tf_echo.plan import LoopPlan
+from tf_echo import loop_internals, loop_rewriter, passes, rewriter
+from tf_echo.plan import LoopPlan, RegionDecision
 
 _RUNS = [
     pytest.param(
@@ -28,7 +29,11 @@ _RUNS = [
     for place, planner in enumerate(forcing.PLANNERS)
 ]
 _COMPILED = [
-    pytest.param(case.name, marks=[pytest.mark.slow] if number % 7 else [])
+    pytest.param(
+        case.name,
+        ("open", "fixed")[number % 2],
+        marks=[pytest.mark.slow] if number % 7 else [],
+    )
     for number, case in enumerate(loop_models.CASES)
     if case.name not in loop_models.WITHOUT_XLA
 ]
@@ -72,11 +77,11 @@ def test_model_with_loops_trains_the_same(name, planner, batch, monkeypatch):
     assert reference.differences(run, _train_plain(name, batch)) == []
 
 
-@pytest.mark.parametrize("name", _COMPILED)
-def test_model_with_loops_trains_the_same_under_xla(name):
-    run = _train(loop_models.named(name), lambda: tf_echo.EchoOptimizer(_sgd()), "fixed", True)
+@pytest.mark.parametrize(("name", "batch"), _COMPILED)
+def test_model_with_loops_trains_the_same_under_xla(name, batch):
+    run = _train(loop_models.named(name), lambda: tf_echo.EchoOptimizer(_sgd()), batch, True)
     # XLA fuses, and so rounds, what is around a loop differently.
-    assert reference.differences(run, _train_plain(name, "fixed", True), 1e-6) == []
+    assert reference.differences(run, _train_plain(name, batch, True), 1e-6) == []
     assert any(loop.recompute for loop in run.model.optimizer.plan.loops)
 
 
@@ -140,3 +145,44 @@ def test_what_the_gradient_does_not_read_is_not_kept(name, monkeypatch):
     for pop in unread:
         # On a list of its own, not on one that the loop hands it.
         assert pop.inputs[0].op.type == "EmptyTensorList"
+
+
+def _by_hand(node: str) -> RegionDecision:
+    gate = "gradient_tape/while/Placeholder"
+    return RegionDecision(0, "", 1, True, 0, 0, 0.0, "by hand", (node,), gate)
+
+
+_PLAN = LoopPlan("while", 5, True, True, 0, 0, "by hand")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (dataclasses.replace(_PLAN, loop="none"), "'none', which is no loop"),
+        (dataclasses.replace(_PLAN, loops=(_PLAN,)), "'while', which is no loop"),
+        (dataclasses.replace(_PLAN, sums=("while/Tanh",)), "no AddN"),
+        (dataclasses.replace(_PLAN, reread=("while/Tanh",)), "stays as it is"),
+        (dataclasses.replace(_PLAN, decisions=(_by_hand("while/MatMul"),)), "may not run twice"),
+        (dataclasses.replace(_PLAN, decisions=(_by_hand("nothing"),)), "does not hold"),
+    ],
+)
+def test_a_plan_that_does_not_fit_a_loop_changes_nothing(plan, message):
+    kernel = tf.Variable(tf.eye(4))
+
+    @tf.function(autograph=False)
+    def step(x):
+        def body(i, y):
+            return i + 1, tf.tanh(tf.matmul(y, kernel))
+
+        with tf.GradientTape() as tape:
+            y = tf.while_loop(lambda i, _: i < 5, body, (0, x))[1]
+            loss = tf.reduce_mean(y)
+        gradients = [tape.gradient(loss, kernel)]
+        trace, empty = passes.plan_step([loss], gradients, passes.Settings("none"))
+        before = trace.graph.as_graph_def().SerializeToString(deterministic=True)
+        with pytest.raises(ValueError, match=message):
+            rewriter.rewrite(trace, dataclasses.replace(empty, loops=(plan,)))
+        assert trace.graph.as_graph_def().SerializeToString(deterministic=True) == before
+        return loss
+
+    step.get_concrete_function(tf.TensorSpec((3, 4)))
