@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from tf_echo.graph_view import GraphView, Loop, LoopBytes
 from tf_echo.memory_model import Timeline, simulate
 
-NOTHING = LoopBytes(0, 0)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoopMemory:

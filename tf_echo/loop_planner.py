@@ -28,6 +28,8 @@ class LoopChoice:
 
     plan: LoopPlan
     memory: LoopMemory
+    before: LoopMemory
+    """The same without the plan."""
 
 
 def plan_loops(view: GraphView, decide: Decide) -> list[LoopChoice]:
@@ -35,10 +37,10 @@ def plan_loops(view: GraphView, decide: Decide) -> list[LoopChoice]:
     return [_plan_loop(view, loop, decide) for loop in view.loops]
 
 
-def keep(choice: LoopChoice, loop: Loop, reason: str, in_order: bool = True) -> LoopChoice:
+def keep(choice: LoopChoice, reason: str, in_order: bool = True) -> LoopChoice:
     """The same loop with nothing recomputed; its iterations may still wait for one another."""
     plan = _keep(choice.plan, reason, in_order)
-    return LoopChoice(plan, loop_memory.loop_memory(loop, loop.body))
+    return LoopChoice(plan, choice.before, choice.before)
 
 
 def _keep(plan: LoopPlan, reason: str, in_order: bool) -> LoopPlan:
@@ -64,8 +66,7 @@ def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
     trials = []
     for decisions in decide(body):
         chosen = evaluation.drop_trivial(decisions)
-        rewired = evaluation.rewire(body, chosen, evaluation.Schedule(sums=sums), True).view
-        after = loop_memory.loop_memory(loop, rewired, reread=True)
+        after, rewired = _carry_out(loop, body, chosen, sums)
         trials.append((_weight(loop, after), chosen, after, rewired))
     weight, decisions, memory, rewired = min(trials, key=lambda trial: trial[0])
     choice = LoopChoice(
@@ -84,9 +85,10 @@ def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
             tuple(choice.plan for choice in inner),
         ),
         memory,
+        before,
     )
     if weight >= (1 - _MIN_SHARE) * _weight(loop, before):
-        return keep(choice, loop, _why_keep(before, memory))
+        return keep(choice, _why_keep(before, memory))
     return choice
 
 
@@ -126,9 +128,15 @@ def planned(view: GraphView, plans: Sequence[LoopPlan]) -> GraphView:
 
 
 def _memory(loop: Loop, plan: LoopPlan) -> LoopMemory:
-    schedule = evaluation.Schedule(sums=plan.sums)
-    body = evaluation.rewire(planned(loop.body, plan.loops), plan.decisions, schedule, True).view
-    return loop_memory.loop_memory(loop, body, reread=True)
+    return _carry_out(loop, planned(loop.body, plan.loops), plan.decisions, plan.sums)[0]
+
+
+def _carry_out(
+    loop: Loop, body: GraphView, decisions: Sequence[RegionDecision], sums: tuple[str, ...]
+) -> tuple[LoopMemory, GraphView]:
+    """What the loop keeps and needs after decisions upon its body, and the body then."""
+    rewired = evaluation.rewire(body, decisions, evaluation.Schedule(sums=sums), True).view
+    return loop_memory.loop_memory(loop, rewired, reread=True), rewired
 
 
 def choose(
@@ -152,7 +160,7 @@ def choose(
     def without(count: int) -> list[LoopChoice]:
         found = list(choices)
         for p in places[:count]:
-            found[p] = keep(found[p], view.loops[p], "the peak does not depend on it")
+            found[p] = keep(found[p], "the peak does not depend on it")
         return found
 
     # The more loops keep what they kept, the higher the peak.

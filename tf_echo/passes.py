@@ -105,10 +105,10 @@ def _decide(
         return min(choices, key=lambda c: c.after.total_bytes)
 
     loops = loop_planner.plan_loops(view, propose)
-    for place, (found, loop) in enumerate(zip(loops, view.loops, strict=True)):
+    for place, found in enumerate(loops):
         if nothing or exclusion.matches(found.plan.loop, settings.exclude):
             reason = "policy" if nothing else "excluded"
-            loops[place] = loop_planner.keep(found, loop, reason, in_order=False)
+            loops[place] = loop_planner.keep(found, reason, in_order=False)
     if not any(found.plan.recompute for found in loops):
         return [found.plan for found in loops], best(view)
     loops, choice = _with_loops(view, loops, best, scale, small)
@@ -140,10 +140,8 @@ def _with_loops(
     )
     if worse or found.peak_bytes >= baseline.peak_bytes:
         reason = "the predicted peak would not be lower"
-        pairs = zip(loops, view.loops, strict=True)
         kept = [
-            loop_planner.keep(given, loop, reason) if given.plan.recompute else given
-            for given, loop in pairs
+            loop_planner.keep(given, reason) if given.plan.recompute else given for given in loops
         ]
         return kept, best(view)
     before = evaluation.peak_memory(view, baseline)

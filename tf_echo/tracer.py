@@ -182,16 +182,12 @@ class Tracer:
         return node.op in ("Placeholder", "TensorListFromTensor")
 
     def _add_loop(self, forward: tf.Operation, backward: tf.Operation) -> None:
-        inside = self.nominal.bodies.get(forward)
-        inside_gradient = self.backward_nominal.bodies.get(backward)
-        if inside is None or inside_gradient is None:
-            return
+        inside = self.nominal.bodies[forward]
+        inside_gradient = self.backward_nominal.bodies[backward]
         links = _links(self, forward, backward)
         body = _trace_body(self, forward, backward, links, inside, inside_gradient)
-        kept, work, backward_work = (
-            *_pairs(self._extra(forward)),
-            *_pairs(self._extra(backward)),
-        )
+        kept, work = _pairs(self._extra(forward))
+        (backward_work,) = _pairs(self._extra(backward))
         compiled = loop_internals.is_compiled(forward.graph)
         loop = Loop(
             self._nodes[forward],

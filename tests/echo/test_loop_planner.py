@@ -395,7 +395,7 @@ def test_nested_loops_multiply():
 def test_a_loop_that_is_left_alone_leaves_those_in_it_alone():
     view = step(nested())
     (choice,) = loop_planner.plan_loops(view, decide)
-    kept = loop_planner.keep(choice, view.loops[0], "no need")
+    kept = loop_planner.keep(choice, "no need")
     assert [str(p) for p in (kept.plan, *kept.plan.loops)] == [
         "loop loop0: keep 8 x 48 KiB (no need)",
         "loop loop0: keep 3 x 16 KiB (no need)",
