@@ -16,7 +16,7 @@ ECHO_LAYERS = (
     ("memory_model", "cost_model", "plan"),
     ("gating", "report", "loop_memory", "exclusion"),
     ("scheduling",),
-    ("regions", "evaluation"),
+    ("regions", "evaluation", "loop_evaluation"),
     ("planner", "loop_planner"),
     ("tf_internals", "loop_internals"),
     ("nominal_shapes", "tracer", "tracing", "measuring"),
@@ -50,7 +50,7 @@ LAYERS = {"tf_echo": ECHO_LAYERS, "tf_scratchpipe": SCRATCHPIPE_LAYERS}
 WITHOUT_TENSORFLOW = {
     "tf_echo": """
         graph_view op_traits regions memory_model cost_model planner plan evaluation gating
-        scheduling report loop_memory loop_planner exclusion
+        scheduling report loop_memory loop_evaluation loop_planner exclusion
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner

@@ -74,7 +74,8 @@ def rewire(
         decisions: regions that are recomputed, among others.
         schedule: what is done besides.
         in_loop: whether the view is an iteration of a loop. There, what reads but the shape of a
-            tensor that is recomputed reads the copy's: the tensor would be kept for it.
+            tensor that is recomputed reads the copy's: the tensor would be kept for it. And nothing
+            waits but for gates.
     """
     recomputed = [d for d in decisions if d.recompute]
     return _Rewiring(view, recomputed, schedule or Schedule(), in_loop).run()
@@ -101,14 +102,12 @@ class _Rewiring:
         self.due: dict[int, list[tuple[RegionDecision, list[Node]]]] = {}
         for decision in decisions:
             nodes = [view.node(name) for name in decision.nodes]
-            readers = [
-                r for n in nodes for t in n.outputs for r in gating.backward_readers(view, t)
-            ]
+            readers = [r for n in nodes for t in n.outputs for r in self._readers(t)]
             if readers:
                 self.due.setdefault(min(readers), []).append((decision, nodes))
-        self.waits = scheduling.waits(view, sorted(self.due))
+        self.waits = {} if in_loop else scheduling.waits(view, sorted(self.due))
         self.after: dict[int, list[int]] = {}
-        if self.due or self.removed:
+        if (self.due or self.removed) and not in_loop:
             for first, second in scheduling.put_offs(view, self.passed):
                 self.after.setdefault(second, []).append(first)
         self._note_sums([view.by_name[n] for n in schedule.sums])
@@ -130,7 +129,7 @@ class _Rewiring:
             if node.id in self.places or node.id in self.removed:
                 continue
             for decision, nodes in self.due.get(node.id, ()):
-                waits = [self.places[n] for n in self.waits[node.id] if n in self.places]
+                waits = [self.places[n] for n in self.waits.get(node.id, ()) if n in self.places]
                 self._add_region(decision, nodes, waits)
             inputs = [self._source(node, t) for t in node.inputs]
             before = (*node.control_inputs, *self.after.get(node.id, ()))
@@ -150,6 +149,12 @@ class _Rewiring:
             self.view.batch_size,
         )
         return Rewired(new, tuple(self.originals), tuple(self.regions))
+
+    def _readers(self, tensor: int) -> list[int]:
+        """The backward nodes that read a tensor's copy."""
+        if self.in_loop:
+            return [r for r in self.view.consumers[tensor] if self.view.nodes[r].backward]
+        return gating.backward_readers(self.view, tensor)
 
     def _sum_node(self, place: int, number: int) -> int:
         terms = len(self.view.nodes[self.sums[place].node].inputs)
@@ -211,13 +216,16 @@ class _Rewiring:
     def _add_region(
         self, decision: RegionDecision, nodes: Sequence[Node], waits: Sequence[int]
     ) -> None:
-        gate = self.renamed[self.view.tensor_named(decision.gate)]
-        control = (self.builder.tensors[gate].node, *waits)
-        guarded = gating.guarded_tensors(self.view, nodes)
+        gate = self.renamed.get(self.view.tensor_named(decision.gate), -1)
+        control = (self.builder.tensors[gate].node, *waits) if gate >= 0 else ()
+        # Nothing merges copies in loops with their originals: control edges tie them to the gate.
+        guarded = frozenset() if self.in_loop else gating.guarded_tensors(self.view, nodes)
+        made = {t for node in nodes for t in node.outputs}
         own = {t: self._guard(decision, t, gate) for t in sorted(guarded)}
         for node in nodes:
             inputs = [own.get(t, self.renamed.get(t, -1)) for t in node.inputs]
-            tied = control if guarded.intersection(node.inputs) else ()
+            first = made.isdisjoint(node.inputs) if self.in_loop else guarded & set(node.inputs)
+            tied = control if first else ()
             name = f"{node.name}/recompute{decision.region}"
             copy = self._add(node, name, inputs, tied, True, decision.region)
             own.update(zip(node.outputs, copy.outputs, strict=True))

@@ -9,10 +9,11 @@ A loop and its gradient are one node each; `Loop` says what one iteration of bot
 its own. Calls and conditionals are single nodes that nothing looks into.
 """
 
+import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tf_echo import op_traits
@@ -94,6 +95,10 @@ class Loop:
     """The same for the backward loop."""
     changed: frozenset[str] = frozenset()
     """Names of body nodes that read a variable which is written before the backward loop runs."""
+    constants: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """For body nodes that stand for what is the same in each iteration, the tensor outside."""
+    trips_scale: bool = False
+    """Whether the number of iterations grows with the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +208,12 @@ class GraphView:
         return outputs[int(index or 0)]
 
     def verify(self) -> None:
-        """Raises ValueError where ids, order or the forward/backward split are inconsistent."""
+        """Raises ValueError where ids, names, order or the forward/backward split are
+        inconsistent.
+        """
+        if len(self.by_name) < len(self.nodes):
+            counts = collections.Counter(node.name for node in self.nodes)
+            raise ValueError(f"Two nodes are called {counts.most_common(1)[0][0]!r}.")
         for place, node in enumerate(self.nodes):
             if node.id != place:
                 raise ValueError(f"Node {node.name!r} has id {node.id} at place {place}.")
@@ -328,6 +338,10 @@ class ViewBuilder:
             raise ValueError(f"Nothing above is called {error.args[0]!r} in {line!r}.") from error
         outputs = [_parse_size(part) for part in sizes.split(",")] if sizes.strip() else []
         self.add(match["name"], match["op"], inputs, outputs, control, backward)
+
+    def holds(self, name: str) -> bool:
+        """Whether a node of that name was added."""
+        return name in self._names
 
     def _tensor(self, name: str) -> int:
         node, _, index = name.partition(":")

@@ -29,6 +29,15 @@ def cond_graph(operation: tf.Operation) -> Any:
     return getattr(operation, "_cond_graph", None)
 
 
+def constants(operation: tf.Operation) -> list[int]:
+    """The places of a loop's inputs that no iteration changes: they come out as they went in."""
+    body = body_graph(operation)
+    if operation.type not in LOOPS or body is None:
+        return []
+    pairs = zip(body.inputs, body.outputs, strict=True)
+    return [place for place, (inside, output) in enumerate(pairs) if inside is output]
+
+
 def is_compiled(graph: tf.Graph) -> bool:
     """Whether XLA compiles the graph."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
@@ -137,7 +146,7 @@ class LoopEditor:
         for placeholder in body.inputs[start:]:
             external = next(e for e, i in body.captures if i is placeholder)
             body.outputs.append(body.internal_capture_to_output[ops.tensor_id(placeholder)])
-            outside.append(self._resolve(external))
+            outside.append(self._passed_on(self._resolve(external)))
         with cond.as_default():
             while_v2._duplicate_body_captures_in_cond(cond, outside)
         added = body.outputs[start:]
@@ -154,6 +163,15 @@ class LoopEditor:
             return tensor
         with graph.as_default(), tf.control_dependencies(None):
             return graph.capture(tensor)
+
+    def _passed_on(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor from an operation of its own: inputs that were added to a loop cannot be
+        replaced.
+        """
+        if tensor.dtype in (tf.resource, tf.variant):
+            return tensor
+        with tensor.graph.as_default(), tf.control_dependencies(None):
+            return tf.identity(tensor)
 
 
 def _make_small(start: tf.Operation) -> None:

@@ -21,33 +21,42 @@ class LoopMemory:
     """Of one iteration, kept for the gradient."""
     forward_work: LoopBytes
     backward_work: LoopBytes
-
-
-def tensor_sizes(loop: Loop, memory: LoopMemory | None = None) -> dict[int, int]:
-    """The sizes of the tensors that stand for what the loop keeps and needs, in bytes."""
-    memory = memory or loop_memory(loop, loop.body)
-    sizes: dict[int, int] = {}
-    for tensors, found, factor in (
-        (loop.kept, memory.kept, loop.trips),
-        (loop.forward_work, memory.forward_work, 1),
-        (loop.backward_work, memory.backward_work, 1),
-    ):
-        sizes.update(zip(tensors, (factor * found.scaling, factor * found.fixed), strict=True))
-    return sizes
+    reads: frozenset[int] = frozenset()
+    """Ids of tensors around the loop, the same in each iteration, that the gradient reads."""
 
 
 def resized(view: GraphView, memories: Mapping[int, LoopMemory]) -> GraphView:
-    """The view with other sizes for what its loops keep and need.
+    """The view with other sizes for what its loops keep and need, and with all that their
+    gradients read.
 
     Args:
         view: the view.
         memories: by the loop's place in `view.loops`.
     """
-    tensors = list(view.tensors)
+    nodes, tensors = list(view.nodes), list(view.tensors)
     for place, memory in memories.items():
-        for number, nbytes in tensor_sizes(view.loops[place], memory).items():
+        loop = view.loops[place]
+        for number, nbytes in _tensor_sizes(loop, memory).items():
             tensors[number] = tensors[number]._replace(nbytes=nbytes)
-    return dataclasses.replace(view, tensors=tuple(tensors))
+        gradient = nodes[loop.backward]
+        more = sorted(memory.reads.difference(gradient.inputs))
+        nodes[gradient.id] = gradient._replace(inputs=(*gradient.inputs, *more))
+    return dataclasses.replace(view, nodes=tuple(nodes), tensors=tuple(tensors))
+
+
+def _tensor_sizes(loop: Loop, memory: LoopMemory) -> dict[int, int]:
+    """The sizes of the tensors that stand for what the loop keeps and needs, in bytes."""
+    sizes: dict[int, int] = {}
+    kept = LoopBytes(loop.trips * memory.kept.scaling, loop.trips * memory.kept.fixed)
+    if loop.trips_scale:
+        kept = LoopBytes(kept.total, 0)
+    for tensors, found in (
+        (loop.kept, kept),
+        (loop.forward_work, memory.forward_work),
+        (loop.backward_work, memory.backward_work),
+    ):
+        sizes.update(zip(tensors, found, strict=True))
+    return sizes
 
 
 def loop_memory(loop: Loop, body: GraphView, reread: bool = False) -> LoopMemory:
@@ -66,7 +75,7 @@ def loop_memory(loop: Loop, body: GraphView, reread: bool = False) -> LoopMemory
         max(double[1] - single[1] - kept.scaling, 0),
         max(2 * single[1] - double[1] - kept.fixed, 0),
     )
-    return LoopMemory(kept, forward, backward)
+    return LoopMemory(kept, forward, backward, _constants_read(loop, body, reread))
 
 
 def read_again(loop: Loop, body: GraphView) -> list[str]:
@@ -92,7 +101,7 @@ def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
     if loop.compiled:
         again = set(read_again(loop, body)) if reread else set()
         found = {
-            t
+            _behind_identities(body, t)
             for t in body.residuals
             if body.nodes[body.tensors[t].node].op not in _NEVER_KEPT
             and body.tensor_name(t) not in again
@@ -104,6 +113,25 @@ def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
     for tensor in found:
         sizes[not body.tensors[tensor].scales] += body.tensors[tensor].nbytes
     return LoopBytes(*sizes)
+
+
+def _constants_read(loop: Loop, body: GraphView, reread: bool) -> frozenset[int]:
+    """What the gradient reads of the loop's inputs, be it the memory that something kept shares."""
+    again = set(read_again(loop, body)) if reread else set()
+    roots = {
+        body.nodes[body.tensors[body.buffers[t]].node].name
+        for t in body.residuals
+        if not loop.compiled
+        or body.nodes[body.tensors[t].node].op in _NEVER_KEPT
+        or body.tensor_name(t) in again
+    }
+    return frozenset(loop.constants[name] for name in roots & loop.constants.keys())
+
+
+def _behind_identities(body: GraphView, tensor: int) -> int:
+    """TensorFlow keeps what an Identity passes on."""
+    node = body.nodes[body.tensors[tensor].node]
+    return _behind_identities(body, node.inputs[0]) if node.op == "Identity" else tensor
 
 
 _NEVER_KEPT = frozenset(("Const", "Placeholder"))

@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from tf_echo import evaluation, loop_memory
+from tf_echo import evaluation, loop_evaluation, loop_memory
 from tf_echo.graph_view import GraphView, Loop
 from tf_echo.loop_memory import LoopMemory
 from tf_echo.plan import LoopPlan, RegionDecision, format_bytes
@@ -32,9 +32,22 @@ class LoopChoice:
     """The same without the plan."""
 
 
-def plan_loops(view: GraphView, decide: Decide) -> list[LoopChoice]:
-    """A plan for each loop of a view, each judged by itself."""
-    return [_plan_loop(view, loop, decide) for loop in view.loops]
+def plan_loops(
+    view: GraphView, decide: Decide, untouched: Callable[[str], str] = lambda _: ""
+) -> list[LoopChoice]:
+    """A plan for each loop of a view, each judged by itself.
+
+    Args:
+        view: a step, or an iteration of a loop around these.
+        decide: proposes what to recompute of a body.
+        untouched: for the name of a loop why it is to be left alone, or nothing.
+    """
+    choices = []
+    for loop in view.loops:
+        choice = _plan_loop(view, loop, decide, untouched)
+        reason = untouched(choice.plan.loop)
+        choices.append(keep(choice, reason, in_order=False) if reason else choice)
+    return choices
 
 
 def keep(choice: LoopChoice, reason: str, in_order: bool = True) -> LoopChoice:
@@ -53,20 +66,24 @@ def _keep(plan: LoopPlan, reason: str, in_order: bool) -> LoopPlan:
         decisions=tuple(evaluation.drop(d, reason) for d in plan.decisions),
         reread=(),
         sums=(),
-        loops=tuple(_keep(inner, reason, in_order) for inner in plan.loops),
+        loops=tuple(
+            _keep(inner, reason if inner.recompute else inner.reason, in_order)
+            for inner in plan.loops
+        ),
     )
 
 
-def _plan_loop(view: GraphView, loop: Loop, decide: Decide) -> LoopChoice:
-    inner = plan_loops(loop.body, decide)
-    memories = {place: choice.memory for place, choice in enumerate(inner)}
-    body = loop_memory.resized(loop.body, memories)
+def _plan_loop(
+    view: GraphView, loop: Loop, decide: Decide, untouched: Callable[[str], str]
+) -> LoopChoice:
+    inner = plan_loops(loop.body, decide, untouched)
+    body = apply(loop.body, inner)
     before = loop_memory.loop_memory(loop, loop.body)
     sums = () if loop.compiled else evaluation.schedule_of(body).sums
     trials = []
     for decisions in decide(body):
         chosen = evaluation.drop_trivial(decisions)
-        after, rewired = _carry_out(loop, body, chosen, sums)
+        after, rewired = loop_evaluation.carry_out(loop, body, chosen, sums)
         trials.append((_weight(loop, after), chosen, after, rewired))
     weight, decisions, memory, rewired = min(trials, key=lambda trial: trial[0])
     choice = LoopChoice(
@@ -110,33 +127,6 @@ def _weight(loop: Loop, memory: LoopMemory) -> int:
 def apply(view: GraphView, choices: Sequence[LoopChoice]) -> GraphView:
     """The view with what its loops keep and need as chosen."""
     return loop_memory.resized(view, {place: c.memory for place, c in enumerate(choices)})
-
-
-def planned(view: GraphView, plans: Sequence[LoopPlan]) -> GraphView:
-    """The view with what its loops keep and need when plans are carried out.
-
-    Args:
-        view: the step.
-        plans: for each loop of the view, in order.
-    """
-    memories = {
-        place: _memory(view.loops[place], plan)
-        for place, plan in enumerate(plans)
-        if plan.recompute
-    }
-    return loop_memory.resized(view, memories)
-
-
-def _memory(loop: Loop, plan: LoopPlan) -> LoopMemory:
-    return _carry_out(loop, planned(loop.body, plan.loops), plan.decisions, plan.sums)[0]
-
-
-def _carry_out(
-    loop: Loop, body: GraphView, decisions: Sequence[RegionDecision], sums: tuple[str, ...]
-) -> tuple[LoopMemory, GraphView]:
-    """What the loop keeps and needs after decisions upon its body, and the body then."""
-    rewired = evaluation.rewire(body, decisions, evaluation.Schedule(sums=sums), True).view
-    return loop_memory.loop_memory(loop, rewired, reread=True), rewired
 
 
 def choose(

@@ -5,11 +5,11 @@ Both bodies are graphs of their own, so nothing can merge a copy with its origin
 the upstream gradient: TensorFlow runs many iterations of a loop side by side where it can.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, op_traits, regions, summing, tf_internals
+from tf_echo import loop_evaluation, loop_internals, op_traits, regions, summing, tf_internals
 from tf_echo.graph_view import Node
 from tf_echo.op_traits import Kind
 from tf_echo.plan import LoopPlan, RegionDecision
@@ -32,7 +32,7 @@ def rewrite_loop(trace: LoopTrace, plan: LoopPlan) -> None:
     inner = {loop.forward.name: loop for loop in trace.body.loops}
     for loop_plan in plan.loops:
         rewrite_loop(inner[loop_plan.loop], loop_plan)
-    rewriting = _Rewriting(trace, editor, plan.reread)
+    rewriting = _Rewriting(trace, editor, plan)
     for decision in plan.recomputed:
         rewriting.recompute(decision)
     rewriting.read_again()
@@ -48,12 +48,14 @@ def _does_anything(plan: LoopPlan) -> bool:
 class _Rewriting:
     """A loop while its gradient's body is being changed."""
 
-    def __init__(self, trace: LoopTrace, editor: loop_internals.LoopEditor, reread: Sequence[str]):
+    def __init__(self, trace: LoopTrace, editor: loop_internals.LoopEditor, plan: LoopPlan):
         self.trace, self.editor, self.compiled = trace.body, editor, trace.loop.compiled
-        view = trace.body.view
-        self.reread = frozenset(view.tensor_named(name) for name in reread)
-        self.roots = frozenset(view.buffers[t] for t in self.reread)
-        self.view, self.graph = trace.body.view, trace.body.graph
+        self.view, self.graph = (
+            loop_evaluation.planned(trace.body.view, plan.loops),
+            trace.body.graph,
+        )
+        self.reread = frozenset(self.view.tensor_named(name) for name in plan.reread)
+        self.roots = frozenset(self.view.buffers[t] for t in self.reread)
         self.again: dict[int, tf.Tensor] = {}
         self.gates: dict[int, tf.Operation] = {}
 
@@ -64,7 +66,7 @@ class _Rewriting:
         copies: dict[int, tf.Tensor] = {}
         for node in nodes:
             operation = self.trace.operations[node.id]
-            inputs = [copies[t] if t in copies else self._input(t) for t in node.inputs]
+            inputs = [copies[t] if t in copies else self._input(t, copies) for t in node.inputs]
             outputs = self._copy(operation, inputs)
             if gate is not None and copies.keys().isdisjoint(node.inputs):
                 tf_internals.wait_for(outputs[0].op, gate)
@@ -75,19 +77,27 @@ class _Rewriting:
     def read_again(self) -> None:
         """Lets the gradient read variables, and parts of the loop's inputs, by itself."""
         for tensor in sorted(self.reread):
-            self._redirect(tensor, self._input(tensor))
+            self._redirect(tensor, self._input(tensor, {}))
 
-    def _input(self, tensor: int) -> tf.Tensor:
-        """What a tensor of the forward body is in the gradient's body: kept or read again."""
+    def _input(self, tensor: int, copies: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """What a tensor of the forward body is in the gradient's body: kept or read again.
+
+        Args:
+            tensor: the tensor.
+            copies: what a region makes again; shapes are those of these.
+        """
         view, operation = self.view, self.trace.operations[self.view.tensors[tensor].node]
         node = view.nodes[view.tensors[tensor].node]
         again = view.buffers[tensor] in self.roots or self._is_shape(node)
         if not again or not node.inputs:
             return self.editor.keep(self.trace.tensor(tensor))
-        if tensor not in self.again:
-            outputs = self._copy(operation, [self._input(t) for t in node.inputs])
-            self.again.update(zip(node.outputs, outputs, strict=True))
-        return self.again[tensor]
+        if tensor in self.again:
+            return self.again[tensor]
+        inputs = [copies[t] if t in copies else self._input(t, copies) for t in node.inputs]
+        made = dict(zip(node.outputs, self._copy(operation, inputs), strict=True))
+        if copies.keys().isdisjoint(node.inputs):
+            self.again.update(made)
+        return made[tensor]
 
     def _is_shape(self, node: Node) -> bool:
         """Whether XLA must know what the node makes when it compiles, so that no list may hold
@@ -123,6 +133,15 @@ class _Rewriting:
         for reader in sorted(set(self.view.consumers[tensor])):
             node = self.view.nodes[reader]
             if node.backward:
-                for place, read in enumerate(node.inputs):
-                    if read == tensor and place < len(self.trace.operations[reader].inputs):
-                        tf_internals.replace_input(self.trace.operations[reader], place, other)
+                for operation, place in self._places(reader, tensor):
+                    tf_internals.replace_input(operation, place, other)
+
+    def _places(self, reader: int, tensor: int) -> list[tuple[tf.Operation, int]]:
+        """Where a node of the gradient's body reads a tensor of the forward body."""
+        found = self.trace.places(reader, tensor)
+        if found or tensor in self.trace.view.nodes[reader].inputs:
+            return found
+        # A loop in the body that reads it since that loop was changed.
+        kept = self.editor.keep(self.trace.tensor(tensor))
+        passing = [t.op for t in self.trace.operations[reader].inputs if t.op.type == "Identity"]
+        return [(op, 0) for op in passing if op.inputs[0] is kept]

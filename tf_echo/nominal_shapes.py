@@ -59,6 +59,16 @@ class TensorList(NamedTuple):
         return self.length * int(self.dtype.size) * math.prod(self.shape)
 
 
+class Trips(NamedTuple):
+    """How often the body of a loop runs."""
+
+    number: int
+    known: bool
+    """Whether that is certain."""
+    scale: bool
+    """Whether it grows with the batch."""
+
+
 class NominalShapes:
     """Shapes under a nominal batch size, worked out one operation after the other by `add`.
 
@@ -71,8 +81,8 @@ class NominalShapes:
         self.batch_size = batch_size
         self.bodies: dict[tf.Operation, NominalShapes] = {}
         """The shapes in the bodies of the loops added so far."""
-        self.trips: dict[tf.Operation, tuple[int, bool]] = {}
-        """For each loop how often its body runs, and whether that is certain."""
+        self.trips: dict[tf.Operation, Trips] = {}
+        """For each loop how often its body runs."""
         self._shapes: dict[int, Shape | None] = {}
         self._values: dict[int, np.ndarray | None] = {}
         self._lists: dict[int, TensorList] = {}
@@ -161,9 +171,9 @@ class NominalShapes:
             if id(made) in inside._lists:
                 items = inside._lists[id(made)]
                 self._lists[id(output)] = items._replace(
-                    length=trips[0] if items.length is None else items.length
+                    length=trips.number if items.length is None else items.length
                 )
-        self._values[id(operation.outputs[0])] = np.array(trips[0], np.int32)
+        self._values[id(operation.outputs[0])] = np.array(trips.number, np.int32)
         return found
 
     def _enter(
@@ -176,9 +186,10 @@ class NominalShapes:
             self._lists[id(placeholder)] = outer._lists[id(outside)]
         self._values[id(placeholder)] = outer._value(outside, shape) if same else None
 
-    def _count_trips(self, operation: tf.Operation) -> tuple[int, bool]:
+    def _count_trips(self, operation: tf.Operation) -> Trips:
         """How often a loop runs, as far as its condition tells: counters below limits, joined by
-        "and". Where it also depends on something else the number is an upper bound.
+        "and". Where it also depends on something else the number is an upper bound. One that is not
+        certain and equals the nominal batch size is taken to follow it.
         """
         counts: list[int] = []
         certain = True
@@ -193,7 +204,8 @@ class NominalShapes:
             certain = certain and found is not None and found[1]
             if found is not None:
                 counts.append(found[0])
-        return min(counts, default=NOMINAL_TRIPS), certain and bool(counts)
+        count, known = min(counts, default=NOMINAL_TRIPS), certain and bool(counts)
+        return Trips(count, known, bool(counts) and not known and count == self.batch_size)
 
     def _count_from(
         self, operation: tf.Operation, condition: tf.Operation

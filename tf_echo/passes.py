@@ -83,9 +83,15 @@ def _decide(
     view: GraphView, timeline: Timeline, settings: Settings, scale: float, small: float | None
 ) -> tuple[list[LoopPlan], evaluation.Choice]:
     """What becomes of the view's loops, and of all else."""
+    nothing = settings.policy == "none"
 
     def times(part: GraphView) -> Timeline:
         return timeline if part is view else simulate(part)
+
+    def untouched(loop: str) -> str:
+        """Why a loop is to be left alone, if it is."""
+        excluded = "excluded" if exclusion.matches(loop, settings.exclude) else ""
+        return "policy" if nothing else excluded
 
     def propose(part: GraphView) -> list[list[RegionDecision]]:
         solve = planner.POLICIES[settings.policy]
@@ -93,22 +99,16 @@ def _decide(
         found = _partitions(part, settings.policy, excluded)
         return [solve(part, regions, settings.cost_model, times(part)) for regions in found]
 
-    nothing = settings.policy == "none"
     schedule = evaluation.Schedule() if nothing else evaluation.schedule_of(view)
-    proposals = propose(view)
 
     def best(part: GraphView) -> evaluation.Choice:
         choices = [
             evaluation.choose(part, decisions, schedule, times(part), scale, small)
-            for decisions in proposals
+            for decisions in propose(part)
         ]
         return min(choices, key=lambda c: c.after.total_bytes)
 
-    loops = loop_planner.plan_loops(view, propose)
-    for place, found in enumerate(loops):
-        if nothing or exclusion.matches(found.plan.loop, settings.exclude):
-            reason = "policy" if nothing else "excluded"
-            loops[place] = loop_planner.keep(found, reason, in_order=False)
+    loops = loop_planner.plan_loops(view, propose, untouched)
     if not any(found.plan.recompute for found in loops):
         return [found.plan for found in loops], best(view)
     loops, choice = _with_loops(view, loops, best, scale, small)

@@ -8,12 +8,13 @@ here, which is why custom gradients, several tapes and gradients of inputs or ac
 care.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, loop_rewriter, scheduling, summing, tf_internals
+from tf_echo import gating, loop_evaluation, loop_rewriter, scheduling, summing, tf_internals
 from tf_echo.graph_view import GraphView
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision
 from tf_echo.tracer import LoopTrace, Trace
@@ -31,13 +32,15 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
         ValueError: the plan names a node or a gate that the trace does not hold, or one that may
             not be recomputed. The graph is then unchanged.
     """
+    loops = _loops(trace, plan.loops)
+    for loop_plan, loop in loops:
+        _check_loop(loop, loop_plan)
+    # Gradients of loops may read more of the step than they did.
+    trace = dataclasses.replace(trace, view=loop_evaluation.planned(trace.view, plan.loops))
     for decision in plan.recomputed:
         _check(trace, decision)
     _check_ops(trace, plan.untied, "IdentityN")
     _check_ops(trace, plan.sums, "AddN")
-    loops = _loops(trace, plan.loops)
-    for loop_plan, loop in loops:
-        _check_loop(loop, loop_plan)
     for loop_plan, loop in loops:
         loop_rewriter.rewrite_loop(loop, loop_plan)
     if not plan.recomputed and not plan.untied and not plan.sums:
@@ -179,11 +182,8 @@ class _Region:
                 self._redirect(reader, tensor)
 
     def _redirect(self, reader: int, tensor: int) -> None:
-        for place, read in enumerate(self.trace.view.nodes[reader].inputs):
-            if read == tensor:
-                tf_internals.replace_input(
-                    self.trace.operations[reader], place, self.copies[tensor]
-                )
+        for operation, place in self.trace.places(reader, tensor):
+            tf_internals.replace_input(operation, place, self.copies[tensor])
 
     def _guard(self, tensor: int) -> tf.Tensor:
         """The tensor, unchanged bit by bit, but not before the gate is there."""

@@ -6,6 +6,7 @@ backward part. So bodies are planned like whole steps.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,8 @@ class Trace:
     """Those of the view, in the same order."""
     whole: tuple[str, ...] = ()
     """The loops with a gradient that are not looked into, each with the reason."""
+    numbers: Mapping[int, tuple[tf.Tensor, int]] = dataclasses.field(default_factory=dict)
+    """By the id of a TensorFlow tensor, the tensor and the one of the view that it stands for."""
 
     @property
     def open_batch(self) -> bool:
@@ -52,6 +55,19 @@ class Trace:
         """The TensorFlow tensor of a tensor id."""
         _, node, index, *_ = self.view.tensors[tensor]
         return self.operations[node].outputs[index]
+
+    def places(self, node: int, tensor: int) -> list[tuple[tf.Operation, int]]:
+        """Where a node's operation, as it is now, reads a tensor of the view: operations and places
+        among their inputs. What a loop reads since it was changed is passed on to it.
+        """
+        operation = self.operations[node]
+        found = [(operation, p) for p, t in enumerate(operation.inputs) if self._is(t, tensor)]
+        new = [t for t in operation.inputs if id(t) not in self.numbers]
+        passing = [t.op for t in new if t.op.type == "Identity"]
+        return found + [(op, 0) for op in passing if self._is(op.inputs[0], tensor)]
+
+    def _is(self, found: tf.Tensor, tensor: int) -> bool:
+        return self.numbers.get(id(found), (found, -1))[1] == tensor
 
 
 class Tracer:
@@ -86,19 +102,17 @@ class Tracer:
         self._gradient_of = {f: found[0] for f, found in gradients.items() if len(found) == 1}
         self._forward_of = {b: f for f, b in self._gradient_of.items()}
         self._carried: tuple[tuple[int, int], ...] = ()
-        self._numbers: dict[int, int] = {}
-        self._nodes: dict[tf.Operation, int] = {}
-        self._named: list[tf.Tensor] = []
+        self._numbers: dict[int, tuple[tf.Tensor, int]] = {}
         """Ids of Python objects are only unique while the objects live."""
+        self._nodes: dict[tf.Operation, int] = {}
 
     def name(self, tensor: tf.Tensor, number: int) -> None:
         """Lets a TensorFlow tensor stand for a tensor of the view."""
-        self._numbers[id(tensor)] = number
-        self._named.append(tensor)
+        self._numbers[id(tensor)] = tensor, number
 
     def number(self, tensor: tf.Tensor) -> int:
         """The tensor of the view that a TensorFlow tensor stands for."""
-        return self._numbers[id(tensor)]
+        return self._numbers[id(tensor)][1]
 
     def tensor(self, number: int) -> tf.Tensor:
         """The TensorFlow tensor that a tensor of the view was made for."""
@@ -143,6 +157,9 @@ class Tracer:
         sizes = [
             _size(*item, nominal) for item in zip(operation.outputs, static, shapes, strict=True)
         ]
+        same = loop_internals.constants(operation)
+        for place in same:
+            sizes[place] = (0, sizes[place][1], False, True)
         # What loops keep and need: sizes are filled in when the gradient has been added.
         forward = self._forward_of.get(operation)
         extra = 4 * (operation in self._gradient_of) + 2 * (forward is not None)
@@ -150,31 +167,54 @@ class Tracer:
         if forward is not None:
             inputs = [*inputs, *self._extra(forward)[:2]]
         control = [self._nodes[c] for c in operation.control_inputs if c in self._nodes]
-        node = self.builder.add(operation.name, kind, inputs, sizes, control, backward)
+        name = self._unused(operation.name)
+        node = self.builder.add(name, kind, inputs, sizes, control, backward)
         self._nodes[operation] = node.id
         self.operations.append(operation)
         for output, number in zip(operation.outputs, node.outputs, strict=False):
             self.name(output, number)
+        for place in same:
+            self.name(operation.outputs[place], inputs[place])
         if forward is not None:
             self._add_loop(forward, operation)
 
+    def _unused(self, name: str) -> str:
+        """The name, or one like it: the two bodies of a loop are graphs of their own."""
+        unused = name
+        for number in itertools.count(1):
+            if not self.builder.holds(unused):
+                break
+            unused = f"{name}/{number}"
+        return unused
+
     def finish(self, loss: str, weight_bytes: int = 0) -> Trace:
         """The trace of all that was added."""
-        tensors = self.builder.tensors
         self.loops.sort(key=lambda trace: trace.loop.forward)
-        for trace in self.loops:
-            for number, nbytes in loop_memory.tensor_sizes(trace.loop).items():
-                tensors[number] = tensors[number]._replace(nbytes=nbytes)
+        loops = tuple(trace.loop for trace in self.loops)
         view = self.builder.finish(loss, weight_bytes, self.nominal.batch_size)
-        view = dataclasses.replace(
-            view, carried=self._carried, loops=tuple(trace.loop for trace in self.loops)
+        view = dataclasses.replace(view, carried=self._carried, loops=loops)
+        memories = {p: loop_memory.loop_memory(loop, loop.body) for p, loop in enumerate(loops)}
+        return Trace(
+            self.graph,
+            loop_memory.resized(view, memories),
+            tuple(self.operations),
+            tuple(self.loops),
+            tuple(self.whole),
+            self._numbers,
         )
-        operations, loops = tuple(self.operations), tuple(self.loops)
-        return Trace(self.graph, view, operations, loops, tuple(self.whole))
 
     def _extra(self, loop: tf.Operation) -> tuple[int, ...]:
         """The tensors of a loop's node that TensorFlow does not have."""
         return self.builder.nodes[self._nodes[loop]].outputs[len(loop.outputs) :]
+
+    def _constants(self, loop: tf.Operation) -> dict[str, int]:
+        """For placeholders in the body of a loop, by name, the tensors outside."""
+        body = loop_internals.body_graph(loop)
+        return {
+            body.inputs[place].op.name: self.number(loop.inputs[place])
+            for place in loop_internals.constants(loop)
+            if loop.inputs[place].dtype != tf.resource
+        }
 
     def _is_constant(self, tensor: tf.Tensor) -> bool:
         """Whether a list of tensors is made at once, so that what it holds shares its memory."""
@@ -189,16 +229,20 @@ class Tracer:
         kept, work = _pairs(self._extra(forward))
         (backward_work,) = _pairs(self._extra(backward))
         compiled = loop_internals.is_compiled(forward.graph)
+        trips = self.nominal.trips[forward]
         loop = Loop(
             self._nodes[forward],
             self._nodes[backward],
-            *self.nominal.trips[forward],
+            trips.number,
+            trips.known,
             compiled,
             body.view,
             kept,
             work,
             backward_work,
             _changed(body, _Around(forward, backward, self.around)) if compiled else frozenset(),
+            self._constants(forward),
+            trips.scale,
         )
         self.whole += body.whole
         self.loops.append(LoopTrace(loop, forward, backward, body, links.lists))
@@ -232,20 +276,18 @@ class _Links(NamedTuple):
 def _links(outer: Tracer, forward: tf.Operation, backward: tf.Operation) -> _Links:
     body, gradient = loop_internals.body_graph(forward), loop_internals.body_graph(backward)
     constants = {
-        id(outside): inside
-        for outside, inside, output in zip(forward.inputs, body.inputs, body.outputs, strict=True)
-        if inside is output
+        outer.number(forward.inputs[place]): body.inputs[place]
+        for place in loop_internals.constants(forward)
     }
     links = _Links({}, {}, {}, set())
     triples = zip(backward.inputs, gradient.inputs, gradient.outputs, strict=True)
-    for number, (given, inside, output) in enumerate(triples):
-        source = outer.tensor(outer.number(given))
+    for position, (given, inside, output) in enumerate(triples):
+        number = outer.number(given)
+        source = outer.tensor(number)
         place = source.value_index if source.op is forward else None
         push = None if place is None else body.outputs[place].op
-        if inside is output and place is not None and body.inputs[place] is body.outputs[place]:
-            links.same[id(inside)] = body.inputs[place]
-        elif inside is output and id(source) in constants:
-            links.same[id(inside)] = constants[id(source)]
+        if inside is output and number in constants:
+            links.same[id(inside)] = constants[number]
         elif (
             place is not None
             and push is not None
@@ -255,7 +297,7 @@ def _links(outer: Tracer, forward: tf.Operation, backward: tf.Operation) -> _Lin
             and output.op.inputs[0] is inside
         ):
             links.popped[id(inside)] = push.inputs[1]
-            links.lists[number] = place
+            links.lists[position] = place
             links.pushes.update((push, body.inputs[place].op))
     return links
 

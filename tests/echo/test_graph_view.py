@@ -76,3 +76,10 @@ def test_verify_refuses_a_forward_node_that_needs_a_backward_node():
     middle = view.nodes[-2]._replace(backward=True)
     with pytest.raises(ValueError, match="needs a backward node"):
         dataclasses.replace(view, nodes=(*view.nodes[:-2], middle, last)).verify()
+
+
+def test_verify_refuses_two_nodes_of_one_name():
+    view = parse_view(TEXT)
+    twin = view.nodes[1]._replace(name=view.nodes[0].name)
+    with pytest.raises(ValueError, match="Two nodes are called"):
+        dataclasses.replace(view, nodes=(view.nodes[0], twin, *view.nodes[2:])).verify()

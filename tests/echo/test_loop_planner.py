@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from tf_echo import evaluation, loop_memory, loop_planner, passes, planner, regions
+from tf_echo import evaluation, loop_evaluation, loop_memory, loop_planner, passes, planner, regions
 from tf_echo.cost_model import UnitCost
 from tf_echo.graph_view import GraphView, Loop, LoopBytes, parse_view
 from tf_echo.loop_memory import LoopMemory
@@ -186,10 +186,10 @@ def test_a_variable_that_is_written_in_between_is_not_read_again():
 
 
 def test_what_is_kept_counts_as_often_as_the_body_runs_and_work_once():
-    loop = step(attention(), trips=10).loops[0]
-    sizes = loop_memory.tensor_sizes(loop)
+    view = step(attention(), trips=10)
+    loop = view.loops[0]
     kept, forward, backward = (
-        [sizes[t] for t in tensors]
+        [view.tensors[t].nbytes for t in tensors]
         for tensors in (loop.kept, loop.forward_work, loop.backward_work)
     )
     assert kept == [10 * 16 * KIB, 0]  # energy
@@ -362,7 +362,7 @@ def test_the_plan_of_a_step_predicts_the_peak_with_its_loops_recomputed():
     view = step(attention())
     found = passes.plan_view(view, ECHO)
     assert found.loops == (plan(view),)
-    planned = loop_planner.planned(view, found.loops)
+    planned = loop_evaluation.planned(view, found.loops)
     assert found.before.total_bytes == simulate(view).peak_bytes
     assert found.after.total_bytes == simulate(planned).peak_bytes
     assert found.after.residual_bytes == 8 * KIB
@@ -379,7 +379,7 @@ def test_policy_none_changes_nothing(compiled):
         assert changes == (False, False, (), (), ())
         assert loop.reason == "policy"
     assert found.before == found.after
-    assert loop_planner.planned(view, found.loops) == view
+    assert loop_evaluation.planned(view, found.loops) == view
 
 
 def test_nested_loops_multiply():
@@ -403,12 +403,55 @@ def test_a_loop_that_is_left_alone_leaves_those_in_it_alone():
     assert loop_planner.apply(view, [kept]) == view
 
 
+def test_a_loop_in_a_loop_may_be_left_alone_by_its_name():
+    body = nested()
+    node = body.node("loop0")
+    nodes = tuple(n._replace(name="inner") if n is node else n for n in body.nodes)
+    view = step(dataclasses.replace(body, nodes=nodes))
+    settings = passes.Settings(cost_model=UnitCost(), exclude=("inner",))
+    (outer,) = passes.plan_view(view, settings).loops
+    (inner,) = outer.loops
+    assert (inner.recompute, inner.in_order, inner.reason) == (False, False, "excluded")
+    assert plan(view).loops[0].recompute
+
+
+def test_what_a_changed_gradient_reads_besides_lives_until_then():
+    """Keys that only the forward loop read so far: the copies read them too."""
+    text = """
+        x = Placeholder [1KiB]
+        all = Mul x x [16KiB]
+        loop0 = While x all [1KiB, 0B, 0B fixed, 0B, 0B fixed]
+        loss = Mean loop0 [4B]
+        backward:
+        g = Const [4B fixed]
+        back0 = While g loop0:1 loop0:2 [1KiB, 0B, 0B fixed]
+    """
+    view = with_loops(text, attention())
+    keys = view.tensor_named("all")
+    loops = (dataclasses.replace(view.loops[0], constants={"keys": keys}),)
+    view = dataclasses.replace(view, loops=loops)
+    choices = loop_planner.plan_loops(view, decide)
+    planned = loop_planner.apply(view, choices)
+    assert keys not in view.node("back0").inputs
+    assert keys in planned.node("back0").inputs
+    assert planned == loop_evaluation.planned(view, [choices[0].plan])
+
+
+def test_what_a_loop_over_the_batch_keeps_grows_with_the_batch():
+    body = reading("h")
+    loop = dataclasses.replace(step(body).loops[0], trips_scale=True)
+    memory = LoopMemory(LoopBytes(3, 4), LoopBytes(0, 0), LoopBytes(0, 0))
+    view = dataclasses.replace(step(body), loops=(loop,))
+    resized = loop_memory.resized(view, {0: memory})
+    assert [resized.tensors[t].nbytes for t in loop.kept] == [8 * (3 + 4), 0]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_plan_alone_tells_what_the_loop_will_keep_and_need(inner, compiled):
     view = step(nested(compiled=compiled) if inner else attention(), compiled=compiled)
     choices = loop_planner.plan_loops(view, decide)
-    planned = loop_planner.planned(view, [choice.plan for choice in choices])
+    planned = loop_evaluation.planned(view, [choice.plan for choice in choices])
     assert planned == loop_planner.apply(view, choices)
     assert planned != view
 

@@ -148,6 +148,7 @@ def test_how_often_a_loop_runs_is_known_or_nominal(forward, shape, trips, known)
     found = traced(forward, shape)
     assert (found.loop.loop.trips, found.loop.loop.trips_known) == (trips, known)
     assert (found.plan.loops[0].trips, found.plan.loops[0].trips_known) == (trips, known)
+    assert found.loop.loop.trips_scale == (shape[0] is None)
 
 
 def loop_while_one_of_two_holds(x: tf.Tensor) -> tf.Tensor:
