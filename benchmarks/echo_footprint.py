@@ -4,6 +4,7 @@
     python benchmarks/echo_footprint.py mlp resnet50        # some
     python benchmarks/echo_footprint.py --xla               # compiled
     python benchmarks/echo_footprint.py --rivals            # and what else there is (rivals.py)
+    python benchmarks/echo_footprint.py --parts             # and echo without each of its parts
     python benchmarks/echo_footprint.py nmt-2000 --what 10  # and what the peak is made of
 
 Each run has a process of its own (see harness.py). Peaks are medians over the steps, in MiB,
@@ -17,7 +18,8 @@ import sys
 
 import harness
 
-POLICIES = ("none", "echo")
+POLICIES = ("none", "mirror", "echo")
+PARTS = ("recompute", "sums", "ties", "order")
 
 
 def main() -> None:
@@ -31,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--xla", action="store_true", help="compile the train step")
     parser.add_argument("--rivals", action="store_true", help="also measure rivals.py")
+    parser.add_argument("--parts", action="store_true", help="also leave out each part of echo")
     parser.add_argument(
         "--what", type=int, default=0, metavar="N", help="list the N largest parts of each peak"
     )
@@ -47,7 +50,8 @@ def main() -> None:
     unknown = [name for name in names if name not in workloads.FOOTPRINT]
     if unknown:
         parser.error(f"unknown workload {unknown[0]!r}; there are {', '.join(workloads.FOOTPRINT)}")
-    policies = (*POLICIES, *(rivals.RIVALS if args.rivals else ()))
+    policies = [*POLICIES, *(rivals.RIVALS if args.rivals else ())]
+    policies += [f"echo without {part}" for part in PARTS if args.parts]
     results: dict[str, dict[str, harness.Result]] = {}
     failures: dict[tuple[str, str], str] = {}
     for name in names:

@@ -132,7 +132,8 @@ def train(
 
     Args:
         workload: a `workloads.Workload`.
-        policy: a policy of `EchoOptimizer`, the name of a rival, or "plain" for the bare optimizer.
+        policy: a policy of `EchoOptimizer`, perhaps followed by " without " and a part of it; the
+            name of a rival; or "plain" for the bare optimizer.
         optimizer: name of the inner optimizer.
         told_batch: whether the data fix the batch size.
         xla: whether the step is compiled.
@@ -169,8 +170,10 @@ def train(
     keras.utils.set_random_seed(1)
     model = rivals.RIVALS[policy](workload) if policy in rivals.RIVALS else workload.build()
     inner = keras.optimizers.get(optimizer)
-    echo = policy in planner.POLICIES
-    chosen = tf_echo.EchoOptimizer(inner, policy=policy) if echo else inner
+    name, _, part = policy.partition(" without ")
+    without = (part,) if part else ()
+    echo = name in planner.POLICIES
+    chosen = tf_echo.EchoOptimizer(inner, policy=name, without=without) if echo else inner
     model.compile(optimizer=chosen, loss=workload.loss, jit_compile=xla)
     data = tf.data.Dataset.from_tensors((workload.x, workload.y)).repeat()
     if not told_batch:

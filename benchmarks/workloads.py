@@ -100,7 +100,7 @@ def residual_net(depth: int, batch: int = 32, side: int = 32, width: int = 32) -
     return Workload(name, build, _CROSS_ENTROPY, x, y)
 
 
-def attention_decoder(length: int, batch: int = 16, units: int = 32) -> Workload:
+def attention_decoder(length: int, batch: int = 16, units: int = 32, steps: int = 1) -> Workload:
     """An unrolled decoder with additive attention, about 87 forward ops a step."""
 
     class Decoder(L.Layer):
@@ -131,7 +131,7 @@ def attention_decoder(length: int, batch: int = 16, units: int = 32) -> Workload
         return keras.Model(encoded, Decoder()(encoded))
 
     x, y = _noise(batch, 20, units), _noise(batch, length, units)
-    return Workload(f"attention decoder, {length} steps unrolled", build, "mse", x, y, steps=1)
+    return Workload(f"attention decoder, {length} steps unrolled", build, "mse", x, y, steps=steps)
 
 
 class _AttentionCell(L.Layer):
@@ -227,6 +227,17 @@ def lstm_recurrent_dropout(batch: int = 16, length: int = 64, units: int = 512) 
     return Workload(name, build, "mse", x, y)
 
 
+def lstm_unrolled(batch: int = 16, length: int = 64, units: int = 512) -> Workload:
+    """A Keras LSTM without a loop."""
+
+    def build() -> keras.Model:
+        rnn = L.LSTM(units, return_sequences=True, unroll=True)
+        return keras.Sequential([keras.Input((length, units)), rnn])
+
+    x, y = _noise(batch, length, units), _noise(batch, length, units)
+    return Workload(f"LSTM({units}), {length} steps unrolled, batch {batch}", build, "mse", x, y)
+
+
 def gru_language_model(
     vocabulary: int = 5000, batch: int = 32, length: int = 64, units: int = 512
 ) -> Workload:
@@ -280,6 +291,8 @@ FOOTPRINT: dict[str, Callable[[], Workload]] = {
     "nmt-5000": lambda: nmt(5000),
     "additive-attention": additive_attention,
     "lstm-recurrent-dropout": lstm_recurrent_dropout,
+    "lstm-unrolled": lstm_unrolled,
+    "decoder-unrolled": lambda: attention_decoder(40, units=256, steps=7),
     "gru-lm": gru_language_model,
     "deepspeech2": deep_speech,
 }

@@ -27,6 +27,7 @@ ECHO_LAYERS = (
     ("training",),
     ("optimizer",),
     ("explain",),
+    ("verify",),
     ("__init__",),
 )
 SCRATCHPIPE_LAYERS = (

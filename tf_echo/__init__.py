@@ -13,6 +13,7 @@ from tf_echo.optimizer import EchoOptimizer
 from tf_echo.plan import PeakMemory, RecomputePlan, RegionDecision
 from tf_echo.report import report
 from tf_echo.training import EchoWarning
+from tf_echo.verify import Verification, verify
 
 __all__ = [
     "CostModel",
@@ -25,10 +26,12 @@ __all__ = [
     "RegionDecision",
     "RooflineCost",
     "UnitCost",
+    "Verification",
     "explain",
     "measure_costs",
     "parse_view",
     "report",
+    "verify",
 ]
 
 __version__ = "0.1.0"

@@ -337,6 +337,15 @@ def choose(
     return Choice(tuple(dropped), Schedule(), before, before, _why_nothing(decisions))
 
 
+def take(
+    view: GraphView, decisions: Sequence[RegionDecision], schedule: Schedule, scale: float
+) -> Choice:
+    """Takes decisions as they are; see `choose`."""
+    after = rewire(view, decisions, schedule).view
+    peaks = [peak_memory(part, simulate(part, scale)) for part in (view, after)]
+    return Choice(tuple(decisions), schedule, peaks[0], peaks[1], "")
+
+
 def _why_nothing(decisions: Sequence[RegionDecision]) -> str:
     if any(d.recompute for d in decisions):
         return "Nothing is recomputed: the predicted peak would not be lower."

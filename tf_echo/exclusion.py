@@ -1,4 +1,5 @@
-"""Layers that the user wants left alone, by patterns of their names.
+"""Layers that the user wants left alone, and those that alone may be touched, by patterns of their
+names.
 
 A node's name is the path of name scopes in which Keras called the layers, such as
 `functional_1/decoder_1/dense_2/MatMul`. TensorFlow appends a number to each scope, which is not
@@ -11,7 +12,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-from tf_echo.graph_view import GraphView
+from tf_echo.graph_view import GraphView, Loop
 
 _NUMBER = re.compile(r"_\d+$")
 _LISTED = 20
@@ -21,13 +22,35 @@ class UnmatchedPatternError(ValueError):
     """A pattern that no layer of the step matches."""
 
 
-def excluded_nodes(view: GraphView, patterns: Sequence[str]) -> frozenset[int]:
-    """Ids of the forward nodes in layers that a pattern matches."""
-    if not patterns:
-        return frozenset()
+def excluded_nodes(
+    view: GraphView, exclude: Sequence[str], include: Sequence[str] = ()
+) -> frozenset[int]:
+    """Ids of the forward nodes in layers that are left alone.
+
+    Args:
+        view: the step.
+        exclude: patterns of layers to be left alone.
+        include: if there are any, patterns of the layers that alone may be touched.
+    """
     return frozenset(
-        node.id for node in view.nodes if not node.backward and matches(node.name, patterns)
+        node.id
+        for node in view.nodes
+        if not node.backward and is_excluded(node.name, exclude, include)
     )
+
+
+def is_excluded(name: str, exclude: Sequence[str], include: Sequence[str]) -> bool:
+    """Whether the name of an op is one of a layer that is left alone."""
+    return matches(name, exclude) or bool(include and not matches(name, include))
+
+
+def untouched_loop(name: str, loop: Loop, exclude: Sequence[str], include: Sequence[str]) -> str:
+    """Why a loop is left alone with all in it, or nothing."""
+    if matches(name, exclude):
+        return "excluded"
+    if include and not any(matches(n, include) for n in _forward_names(loop.body)):
+        return "not included"
+    return ""
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -56,7 +79,7 @@ def _layers_in(name: str) -> list[str]:
     return list(itertools.takewhile(lambda part: not part[:1].isupper(), inside))
 
 
-def check(view: GraphView, patterns: Iterable[str]) -> None:
+def check(view: GraphView, patterns: Iterable[str], argument: str = "exclude") -> None:
     """Raises `UnmatchedPatternError` for a pattern that matches nothing in a step."""
     names = _forward_names(view)
     for pattern in patterns:
@@ -64,9 +87,9 @@ def check(view: GraphView, patterns: Iterable[str]) -> None:
             known = list(dict.fromkeys(part for name in names for part in _layers_in(name)))
             listed = ", ".join(known[:_LISTED]) + (", ..." if len(known) > _LISTED else "")
             raise UnmatchedPatternError(
-                "Each pattern in `exclude` must match the name of a layer of the model, or the "
+                f"Each pattern in `{argument}` must match the name of a layer of the model, or the "
                 "names of nested layers joined by '/'. Received: "
-                f"exclude={pattern!r}, which matches nothing. Layers of this step: {listed}"
+                f"{argument}={pattern!r}, which matches nothing. Layers of this step: {listed}"
             )
 
 

@@ -20,6 +20,7 @@ def explain(
     nominal_batch_size: int | None = None,
     cost_model: CostModel | None = None,
     exclude: Sequence[str] | None = None,
+    include: Sequence[str] | None = None,
 ) -> RecomputePlan:
     """Plans the train step of a model, or the gradient of a loss function, and changes nothing.
 
@@ -36,10 +37,11 @@ def explain(
         *args: for a model one batch `x, y, sample_weight`, as for `train_on_batch`, or a
             `tf.data.Dataset` of batches; for a function its arguments. Only shapes and dtypes
             matter.
-        policy: `"echo"` or `"none"`; by default that of the model's `EchoOptimizer`, else `"echo"`.
+        policy: see `EchoOptimizer`; by default that of the model's `EchoOptimizer`, else `"echo"`.
         nominal_batch_size: see `EchoOptimizer`.
         cost_model: see `EchoOptimizer`.
         exclude: see `EchoOptimizer`; by default that of the model's `EchoOptimizer`, if any.
+        include: the same.
 
     Returns:
         The plan. `tf_echo.report` makes a table of it.
@@ -53,6 +55,7 @@ def explain(
         "nominal_batch_size": nominal_batch_size,
         "cost_model": cost_model,
         "exclude": exclude,
+        "include": include,
     }
     told = {name: value for name, value in given.items() if value is not None}
     if isinstance(target, keras.Model):
@@ -68,12 +71,12 @@ def explain(
 def _explain_model(
     model: keras.Model, args: tuple[Any, ...], told: dict[str, Any]
 ) -> RecomputePlan:
-    if not model.compiled or model.optimizer is None:
-        raise ValueError("The model must be compiled with an optimizer before it can be explained.")
-    if not model.built:
-        raise ValueError("The model must be built before it can be explained: call it on a batch.")
+    check_model(model, "explained")
     own = model.optimizer
-    probe = _probe(own, told)
+    settings = probe_settings(own)
+    if told.keys() & {"policy", "exclude", "include"}:
+        settings.pop("plan", None)
+    probe = EchoOptimizer(**{**settings, **told})
     if not probe.built:
         probe.build(model.trainable_variables)
     model.optimizer = probe
@@ -87,21 +90,36 @@ def _explain_model(
     return plans[-1]
 
 
-def _probe(own: keras.optimizers.Optimizer, told: dict[str, Any]) -> EchoOptimizer:
-    """An optimizer that plans for `own`; if `own` has no variables yet, for a copy of it."""
+def check_model(model: keras.Model, purpose: str) -> None:
+    """Raises ValueError for a model whose train step cannot be traced yet."""
+    if not model.compiled or model.optimizer is None:
+        raise ValueError(
+            f"The model must be compiled with an optimizer before it can be {purpose}."
+        )
+    if not model.built:
+        raise ValueError(f"The model must be built before it can be {purpose}: call it on a batch.")
+
+
+def probe_settings(own: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Arguments of an `EchoOptimizer` that plans for `own`, and as `own` if that is one; around a
+    copy of it if it has no variables yet.
+    """
     inner = own._wrapped if isinstance(own, EchoOptimizer) else own
+    if not inner.built:
+        inner = type(inner).from_config(inner.get_config())
+    found = {"inner_optimizer": inner, "loss_scale": None}
     if isinstance(own, EchoOptimizer):
         settings = own._steps.settings
-        told = {
+        found |= {
             "policy": settings.policy,
             "nominal_batch_size": settings.batch_size,
             "cost_model": settings.cost_model,
             "exclude": settings.exclude,
-            **told,
+            "include": settings.include,
+            "plan": settings.plan,
+            "without": settings.without,
         }
-    if not inner.built:
-        inner = type(inner).from_config(inner.get_config())
-    return EchoOptimizer(inner, loss_scale=None, **told)
+    return found
 
 
 def _explain_function(
@@ -122,7 +140,7 @@ def _explain_function(
         plans.append(plan)
         return loss
 
-    specs = tf.nest.map_structure(_spec, args)
+    specs = tf.nest.map_structure(batch_spec, args)
     tf.function(step, autograph=False).get_concrete_function(*specs)
     return plans[-1]
 
@@ -130,11 +148,11 @@ def _explain_function(
 def _data_spec(args: tuple[Any, ...]) -> Any:
     if len(args) == 1 and isinstance(args[0], tf.data.Dataset):
         return args[0].element_spec
-    specs = tuple(tf.nest.map_structure(_spec, arg) for arg in args)
+    specs = tuple(tf.nest.map_structure(batch_spec, arg) for arg in args)
     return specs if len(specs) > 1 else specs[0]
 
 
-def _spec(value: Any) -> Any:
+def batch_spec(value: Any) -> Any:
     """The spec of a batch as Keras would feed it."""
     if (
         isinstance(value, (tf.TensorSpec, tf.SparseTensorSpec, tf.RaggedTensorSpec))

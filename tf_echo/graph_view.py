@@ -130,6 +130,8 @@ class GraphView:
     carried: tuple[tuple[int, int], ...] = ()
     """Where the view is an iteration of a loop: results that are the same memory as a
     `LoopVariable` in the next iteration; pairs of tensors."""
+    seed: int | None = None
+    """Id of the gradient of the loss itself, a tensor of the backward pass."""
     loops: tuple[Loop, ...] = ()
     """The loops whose gradients are in the view; left out of its text."""
 
@@ -233,6 +235,8 @@ class GraphView:
                 lines.append("backward:")
             lines.append(self._line(node))
         lines.append(f"loss: {self.tensor_name(self.loss)}")
+        if self.seed is not None:
+            lines.append(f"seed: {self.tensor_name(self.seed)}")
         return "\n".join(lines)
 
     def _line(self, node: Node) -> str:
@@ -276,7 +280,7 @@ def parse_view(text: str, weight_bytes: int = 0) -> GraphView:
     outputs in brackets, with a dtype unless it is float32, and `fixed` unless the size grows with
     the batch; `?` is an unknown size. Without brackets a node has one output of 4 bytes. Lines
     below `backward:` are backward nodes. `loss: name` names the loss; without it the loss is the
-    last forward node.
+    last forward node. `seed: name` names its gradient.
 
     Args:
         text: the lines.
@@ -286,15 +290,18 @@ def parse_view(text: str, weight_bytes: int = 0) -> GraphView:
         ValueError: a line cannot be read, or a node comes before something that it needs.
     """
     builder = ViewBuilder()
-    backward, loss = False, None
+    backward, loss, seed = False, None, None
     for line in filter(None, (line.strip() for line in text.splitlines())):
         if line == "backward:":
             backward = True
         elif line.startswith("loss:"):
             loss = line.removeprefix("loss:").strip()
+        elif line.startswith("seed:"):
+            seed = line.removeprefix("seed:").strip()
         else:
             builder.add_line(line, backward)
-    return builder.finish(loss, weight_bytes)
+    view = builder.finish(loss, weight_bytes)
+    return view if seed is None else dataclasses.replace(view, seed=view.tensor_named(seed))
 
 
 class ViewBuilder:

@@ -8,7 +8,7 @@ is there anyway.
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tf_echo import evaluation, loop_evaluation, loop_memory
 from tf_echo.graph_view import GraphView, Loop
@@ -17,6 +17,9 @@ from tf_echo.plan import LoopPlan, RegionDecision, format_bytes
 
 Decide = Callable[[GraphView], list[list[RegionDecision]]]
 """Ways to decide upon the regions of a body."""
+
+Untouched = Callable[[str, Loop], str]
+"""For a loop and its name why it is to be left alone, or nothing."""
 
 _MIN_SHARE = 0.05
 """A loop is recomputed if that saves at least this part of what it holds."""
@@ -33,19 +36,25 @@ class LoopChoice:
 
 
 def plan_loops(
-    view: GraphView, decide: Decide, untouched: Callable[[str], str] = lambda _: ""
+    view: GraphView,
+    decide: Decide,
+    untouched: Untouched = lambda name, loop: "",
+    judged: bool = True,
+    without: Collection[str] = (),
 ) -> list[LoopChoice]:
     """A plan for each loop of a view, each judged by itself.
 
     Args:
         view: a step, or an iteration of a loop around these.
         decide: proposes what to recompute of a body.
-        untouched: for the name of a loop why it is to be left alone, or nothing.
+        untouched: which loops are to be left alone.
+        judged: whether loops are left alone that would gain too little, and the others are tidied.
+        without: see `passes.TECHNIQUES`.
     """
     choices = []
     for loop in view.loops:
-        choice = _plan_loop(view, loop, decide, untouched)
-        reason = untouched(choice.plan.loop)
+        choice = _plan_loop(view, loop, decide, untouched, judged, without)
+        reason = untouched(choice.plan.loop, loop)
         choices.append(keep(choice, reason, in_order=False) if reason else choice)
     return choices
 
@@ -74,15 +83,21 @@ def _keep(plan: LoopPlan, reason: str, in_order: bool) -> LoopPlan:
 
 
 def _plan_loop(
-    view: GraphView, loop: Loop, decide: Decide, untouched: Callable[[str], str]
+    view: GraphView,
+    loop: Loop,
+    decide: Decide,
+    untouched: Untouched,
+    judged: bool,
+    without: Collection[str],
 ) -> LoopChoice:
-    inner = plan_loops(loop.body, decide, untouched)
+    inner = plan_loops(loop.body, decide, untouched, judged, without)
     body = apply(loop.body, inner)
     before = loop_memory.loop_memory(loop, loop.body)
-    sums = () if loop.compiled else evaluation.schedule_of(body).sums
+    tidied = judged and not loop.compiled
+    sums = evaluation.schedule_of(body).sums if tidied and "sums" not in without else ()
     trials = []
     for decisions in decide(body):
-        chosen = evaluation.drop_trivial(decisions)
+        chosen = evaluation.drop_trivial(decisions) if judged else decisions
         after, rewired = loop_evaluation.carry_out(loop, body, chosen, sums)
         trials.append((_weight(loop, after), chosen, after, rewired))
     weight, decisions, memory, rewired = min(trials, key=lambda trial: trial[0])
@@ -95,7 +110,7 @@ def _plan_loop(
             before.kept.total,
             memory.kept.total,
             "fewer bytes are kept",
-            not loop.compiled,
+            tidied and "order" not in without,
             tuple(decisions),
             tuple(loop_memory.read_again(loop, rewired)),
             sums,
@@ -104,7 +119,10 @@ def _plan_loop(
         memory,
         before,
     )
-    if weight >= (1 - _MIN_SHARE) * _weight(loop, before):
+    changed = any(d.recompute for d in decisions) or any(c.plan.recompute for c in inner)
+    if not judged and not changed:
+        return keep(choice, "nothing in it is to be recomputed")
+    if judged and weight >= (1 - _MIN_SHARE) * _weight(loop, before):
         return keep(choice, _why_keep(before, memory))
     return choice
 

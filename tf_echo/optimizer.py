@@ -59,8 +59,10 @@ class EchoOptimizer(keras.optimizers.Optimizer):
 
     Args:
         inner_optimizer: a Keras optimizer, its name, or its config.
-        policy: `"echo"` recomputes; `"none"` leaves the step as the inner optimizer traces it, op
-            for op.
+        policy: `"echo"` recomputes what lowers the predicted peak; `"none"` leaves the step as the
+            inner optimizer traces it, op for op. `"mirror"` is what the paper compares Echo with
+            (section VI): it recomputes all that is not compute-heavy, unless the gradient of
+            something heavy reads it, and estimates nothing. It may need more memory than `"none"`.
         loss_scale: `"auto"` scales the loss dynamically, as a
             `keras.optimizers.LossScaleOptimizer`, if the global dtype policy is `"mixed_float16"`;
             `"dynamic"` always does; `None` never does. Around a `LossScaleOptimizer` it stays one.
@@ -71,13 +73,23 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         exclude: layers of which nothing is recomputed: patterns of their names as in
             `model.summary()`, with `*`, `?` and `[...]` as in file names; names of nested layers
             are joined by `/`. `("decoder/*",)` leaves the layer "decoder" and all in it alone.
+        include: patterns of the layers of which alone something may be recomputed; by default all.
+        plan: the plan to carry out instead of making one: a `RecomputePlan` of a step with the same
+            graph, such as `EchoOptimizer.plan` of an earlier run, as it was or changed by hand;
+            `RecomputePlan.to_json` and `from_json` save and load it.
+        without: which parts of policy "echo" to leave out, to see what each is worth: `"recompute"`
+            (running ops again), `"sums"` (building up sums of gradients term by term), `"ties"`
+            (handing gradients to the optimizer one by one), `"order"` (running iterations of loops
+            one by one).
         name: a name for the optimizer; that of the inner one by default.
 
     Raises:
-        TypeError: `inner_optimizer` is no Keras optimizer, or `exclude` no sequence of strings.
+        TypeError: `inner_optimizer` is no Keras optimizer, `exclude` or `include` no sequence of
+            strings, or `plan` no `RecomputePlan`.
         ValueError: an unknown policy or loss scale, an inner optimizer that is an `EchoOptimizer`
-            already, or a Keras backend other than TensorFlow. While the step is traced: a pattern
-            in `exclude` matches no layer.
+            already, a Keras backend other than TensorFlow, or a plan together with a policy or
+            patterns. While the step is traced: a pattern matches no layer, or the plan is one for
+            another graph; the error names the first difference.
     """
 
     def __new__(cls, inner_optimizer: Any = None, *args: Any, **kwargs: Any) -> "EchoOptimizer":
@@ -96,10 +108,16 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         cost_model: costs.CostModel | None = None,
         exclude: Sequence[str] = (),
         name: str | None = None,
+        include: Sequence[str] = (),
+        plan: RecomputePlan | None = None,
+        without: Sequence[str] = (),
     ):
         _check_backend()
         _check_arguments(policy, loss_scale, nominal_batch_size)
-        exclude = _as_patterns(exclude)
+        exclude = _as_patterns("exclude", exclude)
+        include = _as_patterns("include", include)
+        _check_plan(plan, policy, exclude, include)
+        _check_techniques(without)
         wrapped = _as_optimizer(inner_optimizer)
         scaled = isinstance(self, keras.optimizers.LossScaleOptimizer)
         if scaled and not isinstance(wrapped, keras.optimizers.LossScaleOptimizer):
@@ -110,7 +128,11 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         self._given_name = name
         self._wrapped = wrapped
         cost_model = cost_model or costs.RooflineCost()
-        self._steps = StepPlanner(passes.Settings(policy, cost_model, nominal_batch_size, exclude))
+        self._steps = StepPlanner(
+            passes.Settings(
+                policy, cost_model, nominal_batch_size, exclude, include, plan, tuple(without)
+            )
+        )
 
     # What Echo adds.
 
@@ -179,6 +201,9 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             "nominal_batch_size": settings.batch_size,
             "cost_model": keras.saving.serialize_keras_object(settings.cost_model),
             "exclude": list(settings.exclude),
+            "include": list(settings.include),
+            "plan": settings.plan and settings.plan.to_json(),
+            "without": list(settings.without),
             "name": self._given_name,
         }
 
@@ -190,6 +215,8 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             config[key] = keras.saving.deserialize_keras_object(
                 config[key], custom_objects=custom_objects
             )
+        if config.get("plan") is not None:
+            config["plan"] = RecomputePlan.from_json(config["plan"])
         return EchoOptimizer(**config)
 
     # All else is the inner optimizer's: its methods, its attributes, what is saved of it.
@@ -312,14 +339,38 @@ def _as_optimizer(inner_optimizer: Any) -> keras.optimizers.Optimizer:
     return inner_optimizer
 
 
-def _as_patterns(exclude: Any) -> tuple[str, ...]:
-    patterns = (exclude,) if isinstance(exclude, str) else exclude
+def _as_patterns(argument: str, given: Any) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) and p for p in patterns):
         raise TypeError(
-            "`exclude` must be a sequence of patterns of layer names, such as ('decoder/*',). "
-            f"Received: exclude={exclude!r}"
+            f"`{argument}` must be a sequence of patterns of layer names, such as ('decoder/*',). "
+            f"Received: {argument}={given!r}"
         )
     return tuple(patterns)
+
+
+def _check_plan(plan: Any, policy: str, exclude: Sequence[str], include: Sequence[str]) -> None:
+    if plan is None:
+        return
+    if not isinstance(plan, RecomputePlan):
+        raise TypeError(
+            "`plan` must be a `RecomputePlan`, such as `RecomputePlan.from_json(text)`. Received: "
+            f"plan={plan!r} (of type {type(plan)})"
+        )
+    if policy != "echo" or exclude or include:
+        raise ValueError(
+            "`plan` says itself what to recompute: `policy`, `exclude` and `include` must not be "
+            f"given with it. Received: policy={policy!r}, exclude={exclude}, include={include}"
+        )
+
+
+def _check_techniques(without: Any) -> None:
+    known = passes.TECHNIQUES
+    if isinstance(without, str) or not all(name in known for name in without):
+        raise ValueError(
+            f"`without` must be a sequence of some of {', '.join(map(repr, known))}. Received: "
+            f"without={without!r}"
+        )
 
 
 def _check_backend() -> None:

@@ -12,9 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from tf_echo import evaluation, exclusion, loop_planner, planner, regions
+from tf_echo import (
+    evaluation,
+    exclusion,
+    loop_evaluation,
+    loop_planner,
+    planner,
+    regions,
+    rewriter,
+)
 from tf_echo.cost_model import CostModel, RooflineCost
-from tf_echo.graph_view import GraphView
+from tf_echo.graph_view import GraphView, Loop
 from tf_echo.loop_planner import LoopChoice
 from tf_echo.memory_model import Timeline, simulate
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, format_bytes
@@ -33,6 +41,11 @@ _MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
 
 
+TECHNIQUES = ("recompute", "sums", "ties", "order")
+"""What policy "echo" does: run ops again, build up sums term by term, hand gradients to the
+optimizer one by one, run iterations one by one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What users can say about plans; see `EchoOptimizer`."""
@@ -41,6 +54,10 @@ class Settings:
     cost_model: CostModel = dataclasses.field(default_factory=RooflineCost)
     batch_size: int | None = None
     exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    plan: RecomputePlan | None = None
+    without: tuple[str, ...] = ()
+    """Which of `TECHNIQUES` not to use."""
 
 
 def plan_view(
@@ -84,31 +101,43 @@ def _decide(
 ) -> tuple[list[LoopPlan], evaluation.Choice]:
     """What becomes of the view's loops, and of all else."""
     nothing = settings.policy == "none"
+    policy = planner.POLICIES["none" if "recompute" in settings.without else settings.policy]
+    judged = policy.judged
 
     def times(part: GraphView) -> Timeline:
         return timeline if part is view else simulate(part)
 
-    def untouched(loop: str) -> str:
-        """Why a loop is to be left alone, if it is."""
-        excluded = "excluded" if exclusion.matches(loop, settings.exclude) else ""
-        return "policy" if nothing else excluded
+    def untouched(name: str, loop: Loop) -> str:
+        if nothing:
+            return "policy"
+        return exclusion.untouched_loop(name, loop, settings.exclude, settings.include)
 
     def propose(part: GraphView) -> list[list[RegionDecision]]:
-        solve = planner.POLICIES[settings.policy]
-        excluded = exclusion.excluded_nodes(part, settings.exclude)
+        excluded = exclusion.excluded_nodes(part, settings.exclude, settings.include)
         found = _partitions(part, settings.policy, excluded)
-        return [solve(part, regions, settings.cost_model, times(part)) for regions in found]
+        return [policy.solve(part, regions, settings.cost_model, times(part)) for regions in found]
 
-    schedule = evaluation.Schedule() if nothing else evaluation.schedule_of(view)
+    tidied = judged and not nothing
+    schedule = evaluation.schedule_of(view) if tidied else evaluation.Schedule()
+    schedule = evaluation.Schedule(
+        () if "ties" in settings.without else schedule.untied,
+        () if "sums" in settings.without else schedule.sums,
+    )
 
     def best(part: GraphView) -> evaluation.Choice:
         choices = [
             evaluation.choose(part, decisions, schedule, times(part), scale, small)
+            if judged
+            else evaluation.take(part, decisions, schedule, scale)
             for decisions in propose(part)
         ]
         return min(choices, key=lambda c: c.after.total_bytes)
 
-    loops = loop_planner.plan_loops(view, propose, untouched)
+    loops = loop_planner.plan_loops(view, propose, untouched, judged, settings.without)
+    if not judged:
+        choice = best(loop_planner.apply(view, loops))
+        before = evaluation.peak_memory(view, simulate(view, scale))
+        return [found.plan for found in loops], dataclasses.replace(choice, before=before)
     if not any(found.plan.recompute for found in loops):
         return [found.plan for found in loops], best(view)
     loops, choice = _with_loops(view, loops, best, scale, small)
@@ -149,6 +178,16 @@ def _with_loops(
     return chosen, choice
 
 
+def judge(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
+    """A plan for the same graph, perhaps changed by hand, with its peaks predicted anew."""
+    scale = (plan.batch_size or 1) / (view.batch_size or 1) if plan.batch_size else 1.0
+    planned = loop_evaluation.planned(view, plan.loops)
+    schedule = evaluation.Schedule(plan.untied, plan.sums)
+    choice = evaluation.take(planned, plan.decisions, schedule, scale)
+    before = evaluation.peak_memory(view, simulate(view, scale))
+    return dataclasses.replace(plan, before=before, after=choice.after)
+
+
 def plan_step(
     losses: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor], settings: Settings
 ) -> tuple[Trace, RecomputePlan]:
@@ -158,14 +197,20 @@ def plan_step(
         The trace and the plan, not carried out yet.
 
     Raises:
-        exclusion.UnmatchedPatternError: a pattern in `exclude` matches nothing.
+        exclusion.UnmatchedPatternError: a pattern in `exclude` or `include` matches nothing.
+        rewriter.PlanMismatchError: the plan that was given is one for another graph.
     """
     start = time.perf_counter()
     with paused_collector():
         trace = trace_step(losses, gradients, settings.batch_size)
         if not trace.whole and not _opaque_ops(trace.view):
             exclusion.check(trace.view, settings.exclude)
-        plan = plan_view(trace.view, settings, trace.open_batch, trace.whole)
+            exclusion.check(trace.view, settings.include, "include")
+        if settings.plan is None:
+            plan = plan_view(trace.view, settings, trace.open_batch, trace.whole)
+        else:
+            rewriter.check(trace, settings.plan)
+            plan = judge(trace.view, settings.plan)
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx), planned "
@@ -203,7 +248,7 @@ def _partitions(
     """
     fine = regions.partition(view, excluded)
     merged = regions.merge(view, fine)
-    if policy == "none" or len(merged) == len(fine) or len(view.nodes) > _MERGED_NODES:
+    if policy != "echo" or len(merged) == len(fine) or len(view.nodes) > _MERGED_NODES:
         return [fine]
     return [fine, merged]
 

@@ -12,7 +12,8 @@ a normalization, say.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tf_echo import gating
 from tf_echo.cost_model import CostModel
@@ -23,7 +24,18 @@ from tf_echo.plan import RegionDecision, format_bytes
 from tf_echo.regions import Region
 
 Solver = Callable[[GraphView, Sequence[Region], CostModel, Timeline], list[RegionDecision]]
-"""A policy: what becomes of each region."""
+"""What becomes of each region."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Policy:
+    """A way to decide."""
+
+    solve: Solver
+    judged: bool = True
+    """Whether decisions are dropped that do not lower the simulated peak, and the backward pass is
+    tidied."""
+
 
 _PASSES = 3
 _TIME_FACTOR = 8.0
@@ -63,7 +75,29 @@ def plan_echo(
     return [_decide(paths[r.index], cost_model, gates, told) for r in regions]
 
 
-POLICIES: dict[str, Solver] = {"echo": plan_echo, "none": plan_nothing}
+def plan_mirror(
+    view: GraphView, regions: Sequence[Region], cost_model: CostModel, timeline: Timeline
+) -> list[RegionDecision]:
+    """What Echo is compared with (section VI of the paper): "Mirror", after Chen et al. 2016.
+
+    All that is not compute-heavy runs again, whatever that keeps instead. Heavy ops are skipped:
+    what the gradient of one reads is kept, be it only an input.
+    """
+    residuals = _Residuals(view)
+    paths = {r.index: _Path(view, residuals, r) for r in regions}
+    for path in paths.values():
+        path.take_all()
+    told: set[int] = set()
+    readers = {index: path.path_readers() for index, path in paths.items() if path.path}
+    gates = gating.find_gates(view, readers, gating.steps_of(timeline))
+    return [_decide(paths[r.index], cost_model, gates, told) for r in regions]
+
+
+POLICIES = {
+    "echo": Policy(plan_echo),
+    "mirror": Policy(plan_mirror, judged=False),
+    "none": Policy(plan_nothing),
+}
 
 
 class _Residuals:
@@ -122,7 +156,7 @@ class _Path:
                 return 0.0
             return sizes[root].nbytes / (max(sharers[root], 1) if sharers else 1)
 
-        self._expand()
+        self._expand(self.wanted)
         self._trim(cost)
         before = sum(cost(root) for root in self.baseline)
         released = before - sum(cost(root) for root in self._kept_now())
@@ -131,6 +165,18 @@ class _Path:
         else:
             self.path.clear()
         self.kept = self._kept_now()
+
+    def take_all(self) -> None:
+        """Takes on the path all that the backward pass reads, but for what gradients of heavy nodes
+        read.
+        """
+        skipped = {t for t in self.wanted if self._is_read_by_heavy(t)}
+        ends = {self.view.tensors[t].node for t in skipped}
+        self._expand([t for t in self.wanted if t not in skipped], ends)
+        self.kept = self._kept_now()
+
+    def _is_read_by_heavy(self, tensor: int) -> bool:
+        return any(self.view.kinds[r] is Kind.HEAVY for r in self.readers[tensor])
 
     def path_readers(self) -> list[int]:
         """The backward nodes that read what the path makes."""
@@ -148,13 +194,13 @@ class _Path:
         kind = self.view.kinds[self.view.tensors[root].node]
         return kind in (Kind.HEAVY, Kind.UNKNOWN, Kind.CONTROL_FLOW) and bool(self.readers[root])
 
-    def _expand(self) -> None:
-        """Everything that what the backward pass reads is made of, up to the region's border."""
+    def _expand(self, wanted: Sequence[int], ends: Collection[int] = ()) -> None:
+        """Everything that wanted tensors are made of, up to the region's border and the ends."""
         self.path = set()
-        waiting = [self.view.tensors[t].node for t in self.wanted]
+        waiting = [self.view.tensors[t].node for t in wanted]
         while waiting:
             node = waiting.pop()
-            if node not in self.path:
+            if node not in self.path and node not in ends:
                 self.path.add(node)
                 sources = (self.view.tensors[t].node for t in self.view.nodes[node].inputs)
                 waiting.extend(s for s in sources if s in self.members)
@@ -315,7 +361,7 @@ def _decide(
 def _why_keep(path: _Path) -> str:
     sizes = path.view.tensors
     released = sum(sizes[root].nbytes for root in path.baseline)
-    path._expand()
+    path._expand(path.wanted)
     kept = sum(sizes[root].nbytes for root in path._kept_now())
     path.path.clear()
     return f"releases {format_bytes(released)}, would keep {format_bytes(kept)}"

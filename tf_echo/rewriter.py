@@ -20,6 +20,10 @@ from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision
 from tf_echo.tracer import LoopTrace, Trace
 
 
+class PlanMismatchError(ValueError):
+    """A plan that is not for this graph."""
+
+
 def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     """Applies a plan to the graph of a trace.
 
@@ -29,19 +33,11 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
             plan changes nothing.
 
     Raises:
-        ValueError: the plan names a node or a gate that the trace does not hold, or one that may
-            not be recomputed. The graph is then unchanged.
+        PlanMismatchError: the plan names a node or a gate that the trace does not hold, or one that
+            may not be recomputed. The graph is then unchanged.
     """
-    loops = _loops(trace, plan.loops)
-    for loop_plan, loop in loops:
-        _check_loop(loop, loop_plan)
-    # Gradients of loops may read more of the step than they did.
-    trace = dataclasses.replace(trace, view=loop_evaluation.planned(trace.view, plan.loops))
-    for decision in plan.recomputed:
-        _check(trace, decision)
-    _check_ops(trace, plan.untied, "IdentityN")
-    _check_ops(trace, plan.sums, "AddN")
-    for loop_plan, loop in loops:
+    trace = check(trace, plan)
+    for loop_plan, loop in _loops(trace, plan.loops):
         loop_rewriter.rewrite_loop(loop, loop_plan)
     if not plan.recomputed and not plan.untied and not plan.sums:
         return
@@ -55,12 +51,30 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
         summing.read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
 
 
+def check(trace: Trace, plan: RecomputePlan) -> Trace:
+    """Raises `PlanMismatchError` where a plan is not for a trace; see `rewrite`.
+
+    Returns:
+        The trace with what the gradients of its loops read when the plan is carried out.
+    """
+    for loop_plan, loop in _loops(trace, plan.loops):
+        _check_loop(loop, loop_plan)
+    trace = dataclasses.replace(trace, view=loop_evaluation.planned(trace.view, plan.loops))
+    for decision in plan.recomputed:
+        _check(trace, decision)
+    _check_ops(trace, plan.untied, "IdentityN")
+    _check_ops(trace, plan.sums, "AddN")
+    return trace
+
+
 def _loops(trace: Trace, plans: Sequence[LoopPlan]) -> list[tuple[LoopPlan, LoopTrace]]:
     """Plans of loops with the loops that they are for."""
     loops = {loop.forward.name: loop for loop in trace.loops}
     for plan in plans:
         if plan.loop not in loops:
-            raise ValueError(f"The plan names {plan.loop!r}, which is no loop of this graph.")
+            raise PlanMismatchError(
+                f"The plan names {plan.loop!r}, which is no loop of this graph."
+            )
     return [(plan, loops[plan.loop]) for plan in plans]
 
 
@@ -82,7 +96,7 @@ def _check_read_again(loop: LoopTrace, name: str) -> None:
         tensor = None
     changed = loop.loop.changed
     if tensor is None or not view.is_source(tensor) or _root_name(view, tensor) in changed:
-        raise ValueError(
+        raise PlanMismatchError(
             f"The plan reads {name!r} again in the gradient of loop {loop.forward.name!r}, which "
             "is no variable or input of it that stays as it is."
         )
@@ -110,7 +124,7 @@ def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) 
 def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:
     for name in names:
         if name not in trace.view.by_name or trace.view.node(name).op != op:
-            raise ValueError(f"The plan names {name!r}, which is no {op} of this graph.")
+            raise PlanMismatchError(f"The plan names {name!r}, which is no {op} of this graph.")
 
 
 def _readers(trace: Trace, decision: RegionDecision) -> list[int]:
@@ -124,27 +138,27 @@ def _check(trace: Trace, decision: RegionDecision) -> None:
     view = trace.view
     for name in decision.nodes:
         if name not in view.by_name:
-            raise ValueError(
+            raise PlanMismatchError(
                 f"Region {decision.region} of the plan recomputes op {name!r}, which this graph "
                 "does not hold."
             )
         node = view.node(name)
         if node.backward or not gating.may_replay(view, node):
-            raise ValueError(
+            raise PlanMismatchError(
                 f"Region {decision.region} of the plan recomputes op {name!r} of type {node.op}, "
                 "which may not run twice."
             )
     try:
         gate = view.tensor_named(decision.gate)
     except KeyError:
-        raise ValueError(
+        raise PlanMismatchError(
             f"Region {decision.region} of the plan waits for {decision.gate!r}, which this graph "
             "does not hold."
         ) from None
     readers = _readers(trace, decision)
     producer = view.nodes[view.tensors[gate].node]
     if readers and producer.backward and producer.id >= min(readers):
-        raise ValueError(
+        raise PlanMismatchError(
             f"Region {decision.region} of the plan waits for {decision.gate!r}, which itself "
             "needs what the region recomputes."
         )

@@ -187,12 +187,19 @@ class Tracer:
             unused = f"{name}/{number}"
         return unused
 
-    def finish(self, loss: str, weight_bytes: int = 0) -> Trace:
-        """The trace of all that was added."""
+    def finish(self, loss: str, weight_bytes: int = 0, seed: tf.Operation | None = None) -> Trace:
+        """The trace of all that was added.
+
+        Args:
+            loss: the name of the loss.
+            weight_bytes: bytes of the variables that live across steps.
+            seed: the operation that makes the gradient of the loss itself.
+        """
         self.loops.sort(key=lambda trace: trace.loop.forward)
         loops = tuple(trace.loop for trace in self.loops)
         view = self.builder.finish(loss, weight_bytes, self.nominal.batch_size)
-        view = dataclasses.replace(view, carried=self._carried, loops=loops)
+        first = None if seed is None else self.number(seed.outputs[0])
+        view = dataclasses.replace(view, carried=self._carried, loops=loops, seed=first)
         memories = {p: loop_memory.loop_memory(loop, loop.body) for p, loop in enumerate(loops)}
         return Trace(
             self.graph,

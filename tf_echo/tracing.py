@@ -6,11 +6,12 @@ backward are told apart by reachability: forward is what the loss depends on, ba
 rest that leads to the gradients or follows from them.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, tf_internals
+from tf_echo import gating, loop_internals, scheduling, tf_internals
 from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
@@ -49,7 +50,8 @@ def trace_step(
     needed = _ancestors(roots)
     ordered = in_order([op for op in graph.get_operations() if op in needed])
     early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
-    forward |= _forward_only(early, forward, _ancestors([g.op for g in gradients]))
+    behind_gradients = _ancestors([g.op for g in gradients])
+    forward |= _forward_only(early, forward, behind_gradients)
     backward = _weight_gradients_first([op for op in ordered if op not in forward], forward)
     ordered = [op for op in ordered if op in forward] + backward
     nominal = NominalShapes(batch_size or NOMINAL_BATCH_SIZE)
@@ -57,7 +59,24 @@ def trace_step(
     for operation in ordered:
         tracer.add(operation, operation not in forward)
     name = f"{losses[-1].op.name}:{losses[-1].value_index}"
-    return tracer.finish(name, _weight_bytes(ordered))
+    seed = next((op for op in backward if op in behind_gradients and _is_gradient(op)), None)
+    return _with_delays(tracer.finish(name, _weight_bytes(ordered), seed))
+
+
+def _with_delays(trace: Trace) -> Trace:
+    """The trace in the order in which it runs: gradient ops that read nothing but the forward pass
+    run when their results are needed.
+    """
+    view, order = scheduling.with_delays(trace.view, gating.find_delays(trace.view))
+    operations = tuple(trace.operations[number] for number in order)
+    return dataclasses.replace(trace, view=view, operations=operations)
+
+
+def _is_gradient(operation: tf.Operation) -> bool:
+    """Whether it makes floating-point numbers: the first that the gradients need is the gradient of
+    the loss itself.
+    """
+    return any(t.dtype.is_floating for t in operation.outputs)
 
 
 def depends_on_variables(loss: tf.Tensor) -> bool:

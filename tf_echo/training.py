@@ -19,6 +19,7 @@ import tensorflow as tf
 from tf_echo import passes, rewriter, tracing
 from tf_echo.exclusion import UnmatchedPatternError
 from tf_echo.plan import RecomputePlan
+from tf_echo.rewriter import PlanMismatchError
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class StepPlanner:
     def _plan(self, losses: Sequence[tf.Tensor], gradients: Sequence[tf.Tensor]) -> None:
         try:
             trace, plan = passes.plan_step(losses, gradients, self.settings)
-        except UnmatchedPatternError:
+        except (UnmatchedPatternError, PlanMismatchError):
             raise
         except Exception:
             self._warn_once(

@@ -28,7 +28,7 @@ def force(monkeypatch: pytest.MonkeyPatch, planner_name: str) -> None:
         monkeypatch.setattr(loop_planner, "_MIN_SHARE", -float("inf"))
         monkeypatch.setattr(passes, "_with_loops", _all_loops)
     if planner_name == "everything":
-        monkeypatch.setitem(planner.POLICIES, "echo", _recompute_everything)
+        monkeypatch.setitem(planner.POLICIES, "echo", planner.Policy(_recompute_everything))
 
 
 def record_replayed_ops(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
