@@ -20,6 +20,7 @@ from tf_echo import (
     planner,
     regions,
     rewriter,
+    scheduling,
 )
 from tf_echo.cost_model import CostModel, RooflineCost
 from tf_echo.graph_view import GraphView, Loop
@@ -178,6 +179,12 @@ def _with_loops(
     return chosen, choice
 
 
+def _renamed(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
+    """The plan with the ties of this view: their names begin with the optimizer's."""
+    ties = tuple(view.nodes[number].name for number in scheduling.ties(view))
+    return dataclasses.replace(plan, untied=ties if plan.untied else ())
+
+
 def judge(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
     """A plan for the same graph, perhaps changed by hand, with its peaks predicted anew."""
     scale = (plan.batch_size or 1) / (view.batch_size or 1) if plan.batch_size else 1.0
@@ -209,8 +216,9 @@ def plan_step(
         if settings.plan is None:
             plan = plan_view(trace.view, settings, trace.open_batch, trace.whole)
         else:
-            rewriter.check(trace, settings.plan)
-            plan = judge(trace.view, settings.plan)
+            plan = _renamed(trace.view, settings.plan)
+            rewriter.check(trace, plan)
+            plan = judge(trace.view, plan)
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx), planned "

@@ -110,3 +110,28 @@ def test_explain_excludes_what_the_optimizer_excludes_or_what_it_is_told():
     x, y = small.one_batch()
     assert not tf_echo.explain(model, x, y).recomputed
     assert tf_echo.explain(model, x, y, exclude=()).recomputed
+
+
+def test_only_included_layers_are_touched_and_of_these_not_the_excluded():
+    found = _recomputed(_fit(_stack(), include=("a", "b")))
+    assert {"a", "b"} <= found
+    assert "c" not in found
+    found = _recomputed(_fit(_stack(), include=("a", "b"), exclude=("a",)))
+    assert "b" in found
+    assert found.isdisjoint(("a", "c"))
+
+
+def test_a_loop_that_is_not_included_is_left_alone():
+    recurrent = keras.layers.LSTM(16, recurrent_dropout=0.2, name="recurrent")
+    model = keras.Sequential(
+        [keras.Input((8, 32)), keras.layers.Dense(64, "gelu", name="wide"), recurrent]
+    )
+    model.compile(tf_echo.EchoOptimizer("sgd", include=("wide",)), "mse", jit_compile=False)
+    model.fit(np.ones((64, 8, 32)), np.ones((64, 16)), batch_size=64, verbose=0)
+    (loop,) = model.optimizer.plan.loops
+    assert (loop.recompute, loop.in_order, loop.reason) == (False, False, "not included")
+
+
+def test_a_pattern_to_include_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match=r"in `include` must match.*include='z', which matches"):
+        _fit(_stack(), include=("z",))
