@@ -13,7 +13,8 @@ import tf_scratchpipe
 NAMES = {
     tf_echo: """
         CostModel EchoOptimizer EchoWarning GraphView MeasuredCost PeakMemory RecomputePlan
-        RegionDecision RooflineCost UnitCost explain measure_costs parse_view report
+        RegionDecision RooflineCost UnitCost Verification explain measure_costs parse_view report
+        verify
     """.split(),
     tf_scratchpipe: """
         AbandonedError BadIdError CacheStats HazardError ScratchPipeEmbedding StallError
@@ -53,6 +54,7 @@ def _own_members(item: object) -> list[tuple[str, object]]:
         (tf_echo, "EchoOptimizer"),
         (tf_echo, "explain"),
         (tf_echo, "report"),
+        (tf_echo, "verify"),
         (tf_scratchpipe, "ScratchPipeEmbedding"),
         (tf_scratchpipe, "lookahead"),
         (tf_scratchpipe, "count_ids"),
@@ -80,6 +82,9 @@ def test_the_signature_of_the_optimizer():
         "cost_model": None,
         "exclude": (),
         "name": None,
+        "include": (),
+        "plan": None,
+        "without": (),
     }
 
 

@@ -50,10 +50,8 @@ class _Rewriting:
 
     def __init__(self, trace: LoopTrace, editor: loop_internals.LoopEditor, plan: LoopPlan):
         self.trace, self.editor, self.compiled = trace.body, editor, trace.loop.compiled
-        self.view, self.graph = (
-            loop_evaluation.planned(trace.body.view, plan.loops),
-            trace.body.graph,
-        )
+        self.view = loop_evaluation.planned(trace.body.view, plan.loops)
+        self.graph = trace.body.graph
         self.reread = frozenset(self.view.tensor_named(name) for name in plan.reread)
         self.roots = frozenset(self.view.buffers[t] for t in self.reread)
         self.again: dict[int, tf.Tensor] = {}

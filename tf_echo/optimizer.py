@@ -116,7 +116,7 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         _check_arguments(policy, loss_scale, nominal_batch_size)
         exclude = _as_patterns("exclude", exclude)
         include = _as_patterns("include", include)
-        _check_plan(plan, policy, exclude, include)
+        _check_plan(plan, policy, exclude, include, without)
         _check_techniques(without)
         wrapped = _as_optimizer(inner_optimizer)
         scaled = isinstance(self, keras.optimizers.LossScaleOptimizer)
@@ -349,7 +349,13 @@ def _as_patterns(argument: str, given: Any) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def _check_plan(plan: Any, policy: str, exclude: Sequence[str], include: Sequence[str]) -> None:
+def _check_plan(
+    plan: Any,
+    policy: str,
+    exclude: Sequence[str],
+    include: Sequence[str],
+    without: Sequence[str],
+) -> None:
     if plan is None:
         return
     if not isinstance(plan, RecomputePlan):
@@ -357,10 +363,11 @@ def _check_plan(plan: Any, policy: str, exclude: Sequence[str], include: Sequenc
             "`plan` must be a `RecomputePlan`, such as `RecomputePlan.from_json(text)`. Received: "
             f"plan={plan!r} (of type {type(plan)})"
         )
-    if policy != "echo" or exclude or include:
+    if policy != "echo" or exclude or include or without:
         raise ValueError(
-            "`plan` says itself what to recompute: `policy`, `exclude` and `include` must not be "
-            f"given with it. Received: policy={policy!r}, exclude={exclude}, include={include}"
+            "`plan` says itself what to recompute: `policy`, `exclude`, `include` and `without` "
+            f"must not be given with it. Received: policy={policy!r}, exclude={exclude}, "
+            f"include={include}, without={without}"
         )
 
 

@@ -1,5 +1,6 @@
 """A train step with and without Echo, side by side, on a user's own model."""
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -161,9 +162,11 @@ class _Step:
             if device is not None:
                 self._concrete()
                 tf.config.experimental.reset_memory_stats(device)
-            found = {name: np.asarray(value) for name, value in self._concrete().items()}
+            found = {name: _array(value) for name, value in self._concrete().items()}
             peak = device and int(tf.config.experimental.get_memory_info(device)["peak"])
-            found.update((f"{v.name} after the step", v.numpy()) for v in self._variables)
+            names = _told_apart([v.name for v in self._variables])
+            pairs = zip(names, self._variables, strict=True)
+            found.update((f"{name} after the step", v.numpy()) for name, v in pairs)
         finally:
             for variable, value in zip(self._variables, before, strict=True):
                 variable.assign(value)
@@ -190,8 +193,22 @@ class _Recorder(EchoOptimizer):
         super().apply(grads, trainable_variables)
 
 
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.numpy() if tf.is_tensor(value) else value)
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """The names, numbered where several are alike."""
+    total, seen = collections.Counter(names), collections.Counter[str]()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name} ({seen[name]})" if total[name] > 1 else name)
+    return found
+
+
 def _by_name(gradients: Sequence[Any], names: Sequence[str]) -> Values:
-    pairs = zip(gradients, names, strict=True)
+    pairs = zip(gradients, _told_apart(names), strict=True)
     dense = {f"gradient of {n}": tf.convert_to_tensor(g) for g, n in pairs if g is not None}
     return {name: g for name, g in dense.items() if tf.is_symbolic_tensor(g)}
 
@@ -281,7 +298,7 @@ def _differences(values: dict[str, np.ndarray], others: dict[str, np.ndarray]) -
 
 def _difference(value: np.ndarray, other: np.ndarray) -> float:
     if value.dtype.kind not in "fV" or np.array_equal(value, other, equal_nan=True):
-        return 0.0 if np.array_equal(value, other) or value.dtype.kind == "f" else 1.0
+        return 0.0 if np.array_equal(value, other) or value.dtype.kind in "fV" else 1.0
     apart = np.abs(value.astype("float64") - other.astype("float64"))
     largest = np.abs(value.astype("float64")).max(initial=0.0)
     return float(np.nan_to_num(apart.max() / max(largest, np.finfo("float64").tiny), nan=np.inf))

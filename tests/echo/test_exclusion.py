@@ -1,13 +1,14 @@
-"""Layers that a user excludes are never recomputed."""
+"""Layers that a user excludes, or does not include, are never recomputed."""
 
 import keras
 import numpy as np
 import pytest
 
 import tf_echo
-from tests.echo import small
+from tests.echo import loop_models, small
 from tf_echo import exclusion
 from tf_echo.graph_view import parse_view
+from tf_echo.plan import LoopPlan
 
 NAME = "functional_1/decoder_1/dense_2_1/Gelu/mul"
 
@@ -43,6 +44,20 @@ def test_backward_nodes_are_not_excluded():
     assert exclusion.excluded_nodes(view, ["a"]) == {0, 1}
 
 
+def test_what_is_not_included_or_is_excluded_is_left_alone():
+    view = parse_view("""
+        m_1/a_1/x = Placeholder
+        m_1/b_1/y = Tanh m_1/a_1/x
+        m_1/c_1/z = Tanh m_1/b_1/y
+        backward:
+        m_1/a_1/dz = TanhGrad m_1/c_1/z m_1/b_1/y
+    """)
+    assert exclusion.excluded_nodes(view, [], []) == set()
+    assert exclusion.excluded_nodes(view, [], ["b"]) == {0, 2}
+    assert exclusion.excluded_nodes(view, ["b"], ["b", "c"]) == {0, 1}
+    assert exclusion.excluded_nodes(view, ["a"], ["m"]) == {0}
+
+
 def _recomputed(model: keras.Model) -> set[str]:
     """The layers of which anything is recomputed."""
     plan = model.optimizer.plan
@@ -72,17 +87,58 @@ def test_excluding_everything_recomputes_nothing():
     assert _recomputed(_fit(_stack(), exclude=("*",))) == set()
 
 
-def test_an_excluded_loop_is_left_alone():
-    x = np.zeros((8, 6, 4), "float32")
+def test_a_pattern_may_include_several_layers():
+    found = _recomputed(_fit(_stack(), include="[ab]"))
+    assert found & set("abc") == {"a", "b"}
+
+
+def test_including_everything_changes_nothing():
+    model = _stack()
+    model.compile("sgd", "mse")
+    plans = [tf_echo.explain(model, *small.one_batch(), include=i) for i in ((), ("*",))]
+    assert plans[0].recomputed
+    assert plans[0].decisions == plans[1].decisions
+
+
+def _two_loops(**arguments) -> list[LoopPlan]:
+    """The plans of layers "a" and "b"."""
     layers = [
         keras.layers.LSTM(8, name=n, return_sequences=True, recurrent_dropout=0.1) for n in "ab"
     ]
     model = keras.Sequential([keras.Input((6, 4), batch_size=8), *layers])
-    model.compile(tf_echo.EchoOptimizer("sgd", exclude=("a",)), "mse")
+    model.compile(tf_echo.EchoOptimizer("sgd", **arguments), "mse")
+    x = np.zeros((8, 6, 4), "float32")
     model.fit(x, np.zeros((8, 6, 8)), batch_size=8, verbose=0)
-    first, second = model.optimizer.plan.loops
-    assert (first.reason, first.recompute, first.in_order) == ("excluded", False, False)
+    return list(model.optimizer.plan.loops)
+
+
+LOOPS_LEFT_ALONE = {
+    "excluded": {"exclude": ("a",)},
+    "not included": {"include": ("b",)},
+}
+
+
+@pytest.mark.parametrize(("reason", "arguments"), LOOPS_LEFT_ALONE.items(), ids=LOOPS_LEFT_ALONE)
+def test_a_loop_is_left_alone_if_it_is(reason, arguments):
+    first, second = _two_loops(**arguments)
+    assert (first.reason, first.recompute, first.in_order) == (reason, False, False)
+    assert not first.recomputed
     assert (second.recompute, second.in_order) == (True, True)
+
+
+def test_of_a_loop_only_the_layer_that_is_included_is_recomputed():
+    x = np.zeros((64, 10, 8), "float32")
+    inputs = keras.Input((10, 8)), keras.Input((5, 12))
+    outputs = loop_models.AttentionDecoder(12, name="decoder")(*inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    batch = (x, np.zeros((64, 5, 12), "float32")), np.zeros((64, 10, 12), "float32")
+    (whole,) = tf_echo.explain(model, *batch, include=("decoder",)).loops
+    (part,) = tf_echo.explain(model, *batch, include=("gru_cell",)).loops
+    assert whole.recompute
+    assert {n for d in part.recomputed for n in d.nodes if "gru_cell" not in n} == set()
+    assert {n for d in whole.recomputed for n in d.nodes if "gru_cell" not in n}
+    assert part.reason != "not included"
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():
@@ -92,16 +148,32 @@ def test_a_pattern_that_matches_nothing_is_an_error():
         _fit(_stack(), exclude=("a", "decoder/*"))
 
 
-@pytest.mark.parametrize("exclude", [3, [3], {"a": 1}, [""]])
-def test_patterns_must_be_strings(exclude):
-    with pytest.raises(TypeError, match="`exclude` must be a sequence of patterns"):
-        tf_echo.EchoOptimizer("sgd", exclude=exclude)
+def test_a_pattern_that_matches_only_the_backward_pass_is_an_error():
+    with pytest.raises(ValueError, match="include='gradient_tape'"):
+        _fit(_stack(), include=("gradient_tape",))
 
 
-def test_patterns_survive_serialization():
-    optimizer = tf_echo.EchoOptimizer("sgd", exclude="a*")
+@pytest.mark.parametrize("argument", ["exclude", "include"])
+@pytest.mark.parametrize("patterns", [3, [3], {"a": 1}, [""]])
+def test_patterns_must_be_strings(argument, patterns):
+    with pytest.raises(TypeError, match=f"`{argument}` must be a sequence of patterns"):
+        tf_echo.EchoOptimizer("sgd", **{argument: patterns})
+
+
+@pytest.mark.parametrize("argument", ["exclude", "include"])
+def test_patterns_survive_serialization(argument):
+    optimizer = tf_echo.EchoOptimizer("sgd", **{argument: "a*"})
     again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
-    assert again.get_config()["exclude"] == ["a*"]
+    for copy in (again, tf_echo.EchoOptimizer.from_config(optimizer.get_config())):
+        assert copy.get_config()[argument] == ["a*"]
+        assert copy.get_config() == optimizer.get_config()
+
+
+def test_a_model_that_is_saved_includes_what_it_did(tmp_path):
+    _fit(_stack(), include=("b",)).save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    small.fit(again)
+    assert _recomputed(again) & set("abc") == {"b"}
 
 
 def test_explain_excludes_what_the_optimizer_excludes_or_what_it_is_told():
@@ -121,7 +193,7 @@ def test_only_included_layers_are_touched_and_of_these_not_the_excluded():
     assert found.isdisjoint(("a", "c"))
 
 
-def test_a_loop_that_is_not_included_is_left_alone():
+def test_a_loop_is_left_alone_if_only_a_layer_outside_is_included():
     recurrent = keras.layers.LSTM(16, recurrent_dropout=0.2, name="recurrent")
     model = keras.Sequential(
         [keras.Input((8, 32)), keras.layers.Dense(64, "gelu", name="wide"), recurrent]
@@ -135,3 +207,17 @@ def test_a_loop_that_is_not_included_is_left_alone():
 def test_a_pattern_to_include_that_matches_nothing_is_an_error():
     with pytest.raises(ValueError, match=r"in `include` must match.*include='z', which matches"):
         _fit(_stack(), include=("z",))
+
+
+def test_explain_includes_what_the_optimizer_includes_or_what_it_is_told():
+    model = _stack()
+    model.compile(tf_echo.EchoOptimizer("sgd", include=("b",)), "mse")
+
+    def layers(**told) -> set[str]:
+        plan = tf_echo.explain(model, *small.one_batch(), **told)
+        names = [name for d in plan.recomputed for name in d.nodes]
+        return {part for name in names for part in exclusion.layers_of(name)} & set("abc")
+
+    assert layers() == {"b"}
+    assert layers(include=("a",)) == {"a"}
+    assert {"a", "b"} <= layers(include=())

@@ -49,7 +49,9 @@ def _pairs(
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "xla"])
-@pytest.mark.parametrize("planner", ["echo", "proposed"])
+@pytest.mark.parametrize(
+    "planner", [pytest.param("echo", marks=pytest.mark.slow), "proposed"], ids=["echo", "proposed"]
+)
 @pytest.mark.parametrize(
     ("name", "batch"),
     [

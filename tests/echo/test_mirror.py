@@ -1,14 +1,19 @@
 """Policy "mirror": all that is cheap runs again, unless a heavy op's gradient reads it."""
 
+import functools
+import random
+
 import keras
 import pytest
 
 import tf_echo
 from tests import reference
-from tests.echo import loop_models, models
-from tf_echo import passes
+from tests.echo import loop_models, models, small, test_planner, test_scheduling
+from tf_echo import gating, passes, planner, regions
 from tf_echo.cost_model import UnitCost
 from tf_echo.graph_view import GraphView, parse_view
+from tf_echo.memory_model import simulate
+from tf_echo.op_traits import Kind
 from tf_echo.plan import RecomputePlan
 
 MIRROR = passes.Settings("mirror", UnitCost())
@@ -73,10 +78,188 @@ def test_nothing_is_estimated():
     assert not passes.plan_view(view, passes.Settings(cost_model=UnitCost())).recomputed
 
 
+def replayed(view: GraphView) -> list[tuple[str, ...]]:
+    """What runs again, for each region of which anything does."""
+    decisions = planner.plan_mirror(view, regions.partition(view), UnitCost(), simulate(view))
+    return [d.nodes for d in decisions if d.recompute]
+
+
+def test_everything_cheap_that_the_backward_pass_reads_is_recomputed():
+    view = parse_view("""
+        x = Placeholder [1MiB]
+        h = MatMul x x [1MiB]
+        a = Exp h [1MiB]
+        b = Exp a [1MiB]
+        c = Exp b [1MiB]
+        loss = Mean c [4B]
+        backward:
+        g = Const [4B fixed]
+        dc = Mul g c [1MiB]
+        db = Mul dc b [1MiB]
+        da = Mul db a [1MiB]
+    """)
+    # Echo would keep a rather than h: as many bytes, one op less to run again.
+    assert replayed(view) == [("a", "b", "c")]
+
+
+def test_what_only_leads_to_it_is_recomputed_too():
+    view = parse_view("""
+        x = Placeholder [1MiB]
+        h = MatMul x x [1MiB]
+        a = Exp h [1MiB]
+        b = Exp a [1MiB]
+        unread = Exp b [1MiB]
+        loss = Mean unread [4B]
+        backward:
+        g = Const [4B fixed]
+        db = Mul g b [1MiB]
+    """)
+    assert replayed(view) == [("a", "b")]
+
+
+HEAVY_TAIL = """
+    p = Placeholder [1MiB]
+    h = MatMul p p [1MiB]
+    a = Exp h [1MiB]
+    b = Exp a [1MiB]
+    c = Exp b [1MiB]
+    y = {op} b p [1MiB]
+    z = MatMul c p [1MiB]
+    both = AddV2 y z [1MiB]
+    loss = Mean both [4B]
+    backward:
+    g = Const [4B fixed]
+    dy = Neg g [1MiB]
+    dc = Mul dy c [1MiB]
+    dw = {op} b dy [1MiB]
+    db = Mul dc b [1MiB]
+    da = Mul db a [1MiB]
+"""
+
+
+@pytest.mark.parametrize("op", ["MatMul", "BatchMatMulV2", "Einsum", "Conv2D"])
+def test_what_the_gradient_of_a_heavy_op_reads_is_kept_and_ends_the_path(op):
+    # b is kept, though cheap gradients read it, too; c runs again from it, and a by itself.
+    assert replayed(parse_view(HEAVY_TAIL.format(op=op))) == [("a", "c")]
+
+
+def test_without_a_heavy_reader_the_path_goes_on():
+    view = parse_view(HEAVY_TAIL.format(op="Mul"))
+    assert replayed(view) == [("a", "b", "c")]
+
+
+def test_echo_recomputes_what_mirror_keeps_for_a_heavy_op():
+    view = parse_view("""
+        p = Placeholder [1MiB]
+        m = Placeholder [16KiB]
+        h = MatMul p m [16KiB]
+        wide = Tile h m [1MiB]
+        y = MatMul wide p [16KiB]
+        loss = Mean y [4B]
+        backward:
+        g = Const [4B fixed]
+        dy = Neg g [16KiB]
+        dw = MatMul wide dy [1MiB]
+    """)
+    assert replayed(view) == []
+    assert [d.nodes for d in test_planner.decide(view) if d.recompute] == [("wide",)]
+
+
+def test_an_input_of_a_heavy_op_is_recomputed_where_only_its_shape_is_read():
+    view = parse_view("""
+        p = Placeholder [1MiB]
+        h = MatMul p p [1MiB]
+        a = Exp h [1MiB]
+        y = MatMul a p [1MiB]
+        loss = Mean y [4B]
+        backward:
+        g = Const [4B fixed]
+        s = Shape a [8B int32 fixed]
+        dy = BroadcastTo g s [1MiB]
+        da = Mul dy a [1MiB]
+    """)
+    assert replayed(view) == [("a",)]
+
+
+@pytest.mark.parametrize(
+    "op", ["MatMul", "Conv2D", "NoSuchOp", "While", "PartitionedCall", "RandomUniform", "Range"]
+)
+def test_heavy_unknown_and_stateful_ops_are_never_recomputed(op):
+    view = parse_view(f"""
+        p = Placeholder [1KiB]
+        a = {op} p p p [1MiB]
+        b = Exp a [1MiB]
+        loss = Mean b [4B]
+        backward:
+        g = Const [4B fixed]
+        db = Mul g b [1MiB]
+        da = Mul db a [1MiB]
+    """)
+    assert replayed(view) == [("b",)]
+
+
+def _with_heavy_gradients(seed: int) -> GraphView:
+    """A random graph of which some gradients are products."""
+    rng = random.Random(seed)
+    forward, _, backward = str(test_planner.random_view(seed)).partition("backward:\n")
+    lines = backward.splitlines()
+    changed = [line.replace(" = Mul ", rng.choice([" = Mul ", " = MatMul "])) for line in lines]
+    return parse_view("\n".join([forward, "backward:", *changed]))
+
+
+def test_on_random_graphs_exactly_what_is_read_by_cheap_gradients_alone_is_recomputed():
+    seen = {True: 0, False: 0}
+    for seed in range(60):
+        view = _with_heavy_gradients(seed)
+        again = {name for nodes in replayed(view) for name in nodes}
+        for region in regions.partition(view):
+            for number in region.nodes:
+                node = view.nodes[number]
+                readers = gating.backward_readers(view, node.outputs[0])
+                if readers:
+                    heavy = any(view.kinds[r] is Kind.HEAVY for r in readers)
+                    assert (node.name in again) != heavy, f"{node.name} of\n{view}"
+                    seen[heavy] += 1
+        assert all(not view.node(name).backward for name in again)
+    assert min(seen.values()) > 20
+
+
+def test_sums_are_not_built_up_term_by_term():
+    view = test_scheduling.shared_weight(9)
+    assert passes.plan_view(view, passes.Settings(cost_model=UnitCost())).sums
+    assert plan(view).sums == ()
+
+
+@functools.cache
+def _explained(policy: str) -> RecomputePlan:
+    return tf_echo.explain(small.compiled("adam"), *small.one_batch(), policy=policy)
+
+
+def test_updates_are_not_untied():
+    assert _explained("echo").untied
+    assert _explained("mirror").untied == ()
+    assert _explained("mirror").recomputed
+
+
+def test_no_product_of_a_real_model_runs_again():
+    again = {name for d in _explained("mirror").recomputed for name in d.nodes}
+    assert any("Erfc" in name for name in again)
+    assert not [name for name in again if "MatMul" in name]
+
+
+def test_what_a_region_excludes_or_does_not_include_is_left_alone():
+    model = small.compiled("adam")
+    for arguments in ({"exclude": ("dense_1",)}, {"include": ("dense",)}):
+        found = tf_echo.explain(model, *small.one_batch(), policy="mirror", **arguments)
+        assert found.recomputed
+        assert not [n for d in found.recomputed for n in d.nodes if "/dense_1_" in n]
+
+
 _CASES = [
     *models.CASES[:: len(models.CASES) // 4][:4],
     loop_models.named("lstm_with_dropout_and_recurrent_dropout"),
     loop_models.named("attention_decoder"),
+    loop_models.named("loop_nested"),
 ]
 
 
@@ -98,3 +281,14 @@ def test_training_is_bit_equal(case):
     assert found.recomputed or any(loop.recompute for loop in found.loops)
     assert not any(loop.in_order for loop in found.loops)
     assert reference.differences(run, train(None)) == []
+
+
+@pytest.mark.parametrize("name", ["lstm_with_dropout_and_recurrent_dropout", "loop_nested"])
+def test_loops_are_recomputed_but_not_put_in_order(name):
+    case = loop_models.named(name)
+    model = case.build()
+    model.compile("sgd", "mse")
+    found = tf_echo.explain(model, case.dataset(False), policy="mirror")
+    (loop,) = found.loops
+    assert loop.recompute
+    assert all((p.in_order, p.sums) == (False, ()) for p in (loop, *loop.loops))

@@ -322,9 +322,9 @@ ERRORS = {
         "must not be an `EchoOptimizer` already",
     ),
     "policy": (
-        lambda: EchoOptimizer("adam", policy="mirror"),
+        lambda: EchoOptimizer("adam", policy="minor"),
         ValueError,
-        "`policy` must be one of 'echo', 'none'.*'mirror'",
+        "`policy` must be one of 'echo', 'mirror', 'none'.*'minor'",
     ),
     "loss scale": (
         lambda: EchoOptimizer("adam", loss_scale="fixed"),
