@@ -1,14 +1,10 @@
-"""Gradient ops that read nothing but the forward pass run when their results are needed: as
-measured, and in a view.
-"""
+"""Gradient ops that read nothing but the forward pass are put where their results are needed."""
 
-import statistics
 from collections.abc import Callable
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 import tf_echo
@@ -97,24 +93,6 @@ def test_derivatives_of_activations_are_put_where_they_are_needed(monkeypatch):
     tf_echo.explain(_mish("sgd", 3, 8), *np.zeros((2, 64, 8), "float32"))
     waiting = [n for n in found[0].nodes if n.op == "Sigmoid" and n.backward and n.control_inputs]
     assert len(waiting) == 3
-
-
-def test_the_peak_of_a_model_with_such_derivatives_is_predicted_within_10_percent():
-    """Were they to run early, it would be 24% above."""
-    width, rows = 256, 4096
-    model = _mish(tf_echo.EchoOptimizer("sgd", policy="none"), 8, width)
-    x = tf.ones((rows, width))
-    model.train_on_batch(x, x)
-    peaks = []
-    for _ in range(5):
-        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-        tf.config.experimental.reset_memory_stats("CPU:0")
-        model.train_on_batch(x, x)
-        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
-    predicted = model.optimizer.plan.before
-    resident = predicted.weight_bytes + 4 * rows * width  # x, which is also y here
-    expected = predicted.total_bytes - resident
-    assert statistics.median(peaks) == pytest.approx(expected, rel=0.1), peaks
 
 
 @pytest.mark.parametrize("without", [("recompute",), ()])

@@ -58,7 +58,7 @@ def _pairs(
         pytest.param(
             case.name,
             ("open", "fixed")[number % 2],
-            marks=[] if number % 7 == 3 else [pytest.mark.slow],
+            marks=[] if number % 14 == 3 else [pytest.mark.slow],
         )
         for number, case in enumerate(loop_models.CASES)
     ],

@@ -23,7 +23,7 @@ _RUNS = [
         planner,
         ("open", "fixed")[(number + place) % 2],
         id=f"{case}-{planner}",
-        marks=[pytest.mark.slow] if (number + place) % 4 else [],
+        marks=[pytest.mark.slow] if (number + place) % 8 else [],
     )
     for number, case in enumerate(loop_models.CASES)
     for place, planner in enumerate(forcing.PLANNERS)

@@ -263,7 +263,13 @@ _CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", _CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if number % 3 else [], id=str(case))
+        for number, case in enumerate(_CASES)
+    ],
+)
 def test_training_is_bit_equal(case):
     def train(policy: str | None) -> reference.Run:
         def optimizer() -> keras.optimizers.Optimizer:

@@ -23,7 +23,13 @@ _BATCHES = ("open", "fixed")
 # Each model with the planner as it is, with everything recomputed, and with both kinds of batch;
 # every other model with all that is proposed.
 _RUNS = [
-    pytest.param(case, planner, batch, id=f"{case}-{planner}-{batch}")
+    pytest.param(
+        case,
+        planner,
+        batch,
+        id=f"{case}-{planner}-{batch}",
+        marks=[pytest.mark.slow] if planner == "proposed" else [],
+    )
     for number, case in enumerate(models.CASES)
     for place, planner in enumerate(forcing.PLANNERS)
     for batch in [_BATCHES[(number + place) % 2]]
