@@ -64,8 +64,8 @@ def trace_step(
 
 
 def _with_delays(trace: Trace) -> Trace:
-    """The trace in the order in which it mostly runs: gradient ops that read nothing but the forward pass
-    run when their results are needed.
+    """The trace in the order in which it mostly runs: gradient ops that read nothing but the
+    forward pass run when their results are needed.
     """
     view, order = scheduling.with_delays(trace.view, gating.find_delays(trace.view))
     operations = tuple(trace.operations[number] for number in order)
