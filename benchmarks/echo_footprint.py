@@ -19,7 +19,6 @@ import sys
 import harness
 
 POLICIES = ("none", "mirror", "echo")
-PARTS = ("recompute", "sums", "ties", "order")
 
 
 def main() -> None:
@@ -51,7 +50,10 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown workload {unknown[0]!r}; there are {', '.join(workloads.FOOTPRINT)}")
     policies = [*POLICIES, *(rivals.RIVALS if args.rivals else ())]
-    policies += [f"echo without {part}" for part in PARTS if args.parts]
+    if args.parts:
+        from tf_echo import passes
+
+        policies += [f"echo without {part}" for part in passes.TECHNIQUES]
     results: dict[str, dict[str, harness.Result]] = {}
     failures: dict[tuple[str, str], str] = {}
     for name in names:

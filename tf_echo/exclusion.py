@@ -32,16 +32,14 @@ def excluded_nodes(
         exclude: patterns of layers to be left alone.
         include: if there are any, patterns of the layers that alone may be touched.
     """
+    if not exclude and not include:
+        return frozenset()
     return frozenset(
         node.id
         for node in view.nodes
-        if not node.backward and is_excluded(node.name, exclude, include)
+        if not node.backward
+        and (matches(node.name, exclude) or (include and not matches(node.name, include)))
     )
-
-
-def is_excluded(name: str, exclude: Sequence[str], include: Sequence[str]) -> bool:
-    """Whether the name of an op is one of a layer that is left alone."""
-    return matches(name, exclude) or bool(include and not matches(name, include))
 
 
 def untouched_loop(name: str, loop: Loop, exclude: Sequence[str], include: Sequence[str]) -> str:

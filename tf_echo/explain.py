@@ -1,6 +1,7 @@
 """What would be recomputed, without training: the step is traced, planned and thrown away."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -72,22 +73,27 @@ def _explain_model(
     model: keras.Model, args: tuple[Any, ...], told: dict[str, Any]
 ) -> RecomputePlan:
     check_model(model, "explained")
-    own = model.optimizer
-    settings = probe_settings(own)
+    settings = probe_settings(model.optimizer)
     if told.keys() & {"policy", "exclude", "include"}:
         settings.pop("plan", None)
     probe = EchoOptimizer(**{**settings, **told})
     if not probe.built:
         probe.build(model.trainable_variables)
-    model.optimizer = probe
+    with trained_by(model, probe), probe._steps.dry_run() as plans:
+        compiled = bool(model.jit_compile)
+        step = tf.function(model.train_step, autograph=False, jit_compile=compiled)
+        step.get_concrete_function(_data_spec(args))
+    return plans[-1]
+
+
+@contextlib.contextmanager
+def trained_by(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Lets a model have another optimizer for a while."""
+    own, model.optimizer = model.optimizer, optimizer
     try:
-        with probe._steps.dry_run() as plans:
-            compiled = bool(model.jit_compile)
-            step = tf.function(model.train_step, autograph=False, jit_compile=compiled)
-            step.get_concrete_function(_data_spec(args))
+        yield
     finally:
         model.optimizer = own
-    return plans[-1]
 
 
 def check_model(model: keras.Model, purpose: str) -> None:
@@ -130,19 +136,27 @@ def _explain_function(
     plans: list[RecomputePlan] = []
 
     def step(*inputs: Any) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            loss = function(*inputs)
-        variables = tape.watched_variables()
-        gradients = tracing.flat_gradients(tape.gradient(loss, variables))
-        if not gradients:
-            raise ValueError("The loss that the function returns must depend on a variable.")
-        _, plan = passes.plan_step([loss], gradients, settings)
+        loss, _, gradients = differentiate(function, inputs)
+        _, plan = passes.plan_step([loss], tracing.flat_gradients(gradients), settings)
         plans.append(plan)
         return loss
 
     specs = tf.nest.map_structure(batch_spec, args)
     tf.function(step, autograph=False).get_concrete_function(*specs)
     return plans[-1]
+
+
+def differentiate(
+    function: Callable[..., tf.Tensor], inputs: Sequence[Any]
+) -> tuple[tf.Tensor, Sequence[tf.Variable], Sequence[Any]]:
+    """The loss that a function returns, the variables it reads, and their gradients."""
+    with tf.GradientTape() as tape:
+        loss = function(*inputs)
+    variables = tape.watched_variables()
+    gradients = tape.gradient(loss, variables)
+    if not tracing.flat_gradients(gradients):
+        raise ValueError("The loss that the function returns must depend on a variable.")
+    return loss, variables, gradients
 
 
 def _data_spec(args: tuple[Any, ...]) -> Any:

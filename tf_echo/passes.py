@@ -116,7 +116,8 @@ def _decide(
     def propose(part: GraphView) -> list[list[RegionDecision]]:
         excluded = exclusion.excluded_nodes(part, settings.exclude, settings.include)
         found = _partitions(part, settings.policy, excluded)
-        return [policy.solve(part, regions, settings.cost_model, times(part)) for regions in found]
+        run = times(part)
+        return [policy.solve(part, regions, settings.cost_model, run) for regions in found]
 
     tidied = judged and not nothing
     schedule = evaluation.schedule_of(view) if tidied else evaluation.Schedule()
@@ -126,8 +127,9 @@ def _decide(
     )
 
     def best(part: GraphView) -> evaluation.Choice:
+        run = times(part)
         choices = [
-            evaluation.choose(part, decisions, schedule, times(part), scale, small)
+            evaluation.choose(part, decisions, schedule, run, scale, small)
             if judged
             else evaluation.take(part, decisions, schedule, scale)
             for decisions in propose(part)

@@ -11,7 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf_echo import passes, rewriter, tracing
-from tf_echo.explain import batch_spec, check_model, probe_settings
+from tf_echo.explain import (
+    batch_spec,
+    check_model,
+    differentiate,
+    probe_settings,
+    trained_by,
+)
 from tf_echo.optimizer import EchoOptimizer
 from tf_echo.plan import RecomputePlan, format_bytes
 
@@ -227,11 +233,8 @@ def _model_step(model: keras.Model, args: tuple[Any, ...]) -> Make:
             probe.build(model.trainable_variables)
 
         def step() -> Values:
-            own, model.optimizer = model.optimizer, probe
-            try:
+            with trained_by(model, probe):
                 logs = model.train_step(data)
-            finally:
-                model.optimizer = own
             here = tf.compat.v1.get_default_graph()
             noted = {n: t for n, t in probe.recorded.items() if getattr(t, "graph", None) is here}
             return {**(noted if values else {}), **{f"log {n}": v for n, v in logs.items()}}
@@ -249,13 +252,8 @@ def _function_step(function: Callable[..., tf.Tensor], args: tuple[Any, ...]) ->
         plans: list[RecomputePlan] = []
 
         def step() -> Values:
-            with tf.GradientTape() as tape:
-                loss = function(*data)
-            variables = tape.watched_variables()
-            gradients = tape.gradient(loss, variables)
+            loss, variables, gradients = differentiate(function, data)
             flat = tracing.flat_gradients(gradients)
-            if not flat:
-                raise ValueError("The loss that the function returns must depend on a variable.")
             trace, plan = passes.plan_step([loss], flat, passes.Settings(policy))
             rewriter.rewrite(trace, plan)
             plans.append(plan)

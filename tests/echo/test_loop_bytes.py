@@ -17,6 +17,20 @@ _SHAPE_BYTES = 16
 """Under XLA shapes are worked out again; the plan counts them as kept."""
 
 
+_RUNS = [
+    pytest.param(
+        case.name,
+        ("open", "fixed")[number % 2],
+        compiled,
+        id=f"{case}-{'xla' if compiled else 'plain'}",
+        marks=[] if number % 14 == 3 else [pytest.mark.slow],
+    )
+    for number, case in enumerate(loop_models.CASES)
+    for compiled in (False, True)
+    if not (compiled and case.name in loop_models.WITHOUT_XLA)
+]
+
+
 def _pushed(graph: tf.Graph) -> list[tf.Tensor]:
     """What the body of a loop keeps of an iteration."""
     pairs = zip(graph.inputs, graph.outputs, strict=True)
@@ -48,25 +62,12 @@ def _pairs(
     return found + [pair for t, p in found for pair in _pairs(t.body.loops, p.loops)]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "xla"])
 @pytest.mark.parametrize(
     "planner", [pytest.param("echo", marks=pytest.mark.slow), "proposed"], ids=["echo", "proposed"]
 )
-@pytest.mark.parametrize(
-    ("name", "batch"),
-    [
-        pytest.param(
-            case.name,
-            ("open", "fixed")[number % 2],
-            marks=[] if number % 14 == 3 else [pytest.mark.slow],
-        )
-        for number, case in enumerate(loop_models.CASES)
-    ],
-)
+@pytest.mark.parametrize(("name", "batch", "compiled"), _RUNS)
 def test_loops_push_what_their_plans_say(name, batch, planner, compiled, monkeypatch):
     case = loop_models.named(name)
-    if compiled and name in loop_models.WITHOUT_XLA:
-        pytest.skip("XLA does not compile the untouched model.")
     forcing.force(monkeypatch, planner)
     steps: list[tuple[Trace, RecomputePlan]] = []
     rewrite = rewriter.rewrite

@@ -149,18 +149,7 @@ def test_without_a_heavy_reader_the_path_goes_on():
 
 
 def test_echo_recomputes_what_mirror_keeps_for_a_heavy_op():
-    view = parse_view("""
-        p = Placeholder [1MiB]
-        m = Placeholder [16KiB]
-        h = MatMul p m [16KiB]
-        wide = Tile h m [1MiB]
-        y = MatMul wide p [16KiB]
-        loss = Mean y [4B]
-        backward:
-        g = Const [4B fixed]
-        dy = Neg g [16KiB]
-        dw = MatMul wide dy [1MiB]
-    """)
+    view = test_planner.wide_input()
     assert replayed(view) == []
     assert [d.nodes for d in test_planner.decide(view) if d.recompute] == [("wide",)]
 
