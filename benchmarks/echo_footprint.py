@@ -9,8 +9,10 @@
 
 Each run has a process of its own (see harness.py). Peaks are medians over the steps, in MiB,
 weights included; the spread is that of the steps of one run; ratios compare two runs of this
-command. Under XLA the peak is what the compiler allots to the step; what is predicted, and what
---what lists without --xla, is the step that is not compiled. What fails is listed with its error.
+command. TensorFlow's allocator hands out chunks up to twice as large as what it is asked for:
+"asked" is the peak without that, and what a prediction's error is of. Under XLA the peak is what
+the compiler allots to the step; what is predicted, and what --what lists without --xla, is the step
+that is not compiled. What fails is listed with its error.
 """
 
 import argparse
@@ -53,7 +55,7 @@ def main() -> None:
     if args.parts:
         from tf_echo import passes
 
-        policies += [f"echo without {part}" for part in passes.TECHNIQUES]
+        policies += [f"echo without {part}" for part in (*passes.TECHNIQUES, "masks,bits")]
     results: dict[str, dict[str, harness.Result]] = {}
     failures: dict[tuple[str, str], str] = {}
     for name in names:
@@ -97,6 +99,7 @@ def show(
         "policy",
         "peak",
         "spread",
+        "asked",
         "predicted",
         "error",
         "less memory",
@@ -126,9 +129,10 @@ def show(
 def row(policy: str, result: harness.Result, base: harness.Result | None) -> list[str]:
     """All columns but the first."""
     predicted = error = less = slower = first = ""
+    asked = harness.mib(result.requested_bytes) if result.requested_bytes else ""
     if result.predicted_bytes:
         predicted = harness.mib(result.predicted_bytes)
-        error = f"{100 * (result.predicted_bytes / result.peak_bytes - 1):+.0f}%"
+        error = f"{100 * result.prediction_error:+.0f}%"
     if base:
         less = harness.ratio(base.peak_bytes, result.peak_bytes)
         slower = harness.ratio(result.step_seconds, base.step_seconds)
@@ -137,6 +141,7 @@ def row(policy: str, result: harness.Result, base: harness.Result | None) -> lis
         policy,
         harness.mib(result.peak_bytes),
         f"{100 * result.spread:.1f}%",
+        asked,
         predicted,
         error,
         less,

@@ -5,6 +5,7 @@ thread: side by side, ops share memory differently in every run. Under XLA a ste
 rounded up by far; its size is read from what the compiler says.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -36,6 +37,9 @@ class Result:
     """Median over the steps of the most that was allocated at once, weights included."""
     spread: float
     """(highest - lowest) / median of the steps' peaks."""
+    requested_bytes: float
+    """The same peak by what was asked for: the allocator may hand out up to twice that. Of one
+    step; 0 under XLA."""
     step_seconds: float
     """Median over the steps."""
     first_step_seconds: float
@@ -47,6 +51,11 @@ class Result:
     forward_ops: int
     largest: Sequence[str] = ()
     """Of the memory at the peak the largest parts, a line each."""
+
+    @property
+    def prediction_error(self) -> float:
+        """Relative to what was asked for; to the peak under XLA."""
+        return self.predicted_bytes / (self.requested_bytes or self.peak_bytes) - 1.0
 
 
 class ChildError(RuntimeError):
@@ -132,8 +141,8 @@ def train(
 
     Args:
         workload: a `workloads.Workload`.
-        policy: a policy of `EchoOptimizer`, perhaps followed by " without " and a part of it; the
-            name of a rival; or "plain" for the bare optimizer.
+        policy: a policy of `EchoOptimizer`, perhaps followed by " without " and parts of it, with
+            commas between; the name of a rival; or "plain" for the bare optimizer.
         optimizer: name of the inner optimizer.
         told_batch: whether the data fix the batch size.
         xla: whether the step is compiled.
@@ -142,6 +151,7 @@ def train(
     import keras
     import rivals
     import tensorflow as tf
+    from requested import Requests
 
     import tf_echo
     from tf_echo import passes, planner, rewriter
@@ -154,13 +164,20 @@ def train(
             super().__init__()
             self.peaks: list[int] = []
             self.times: list[float] = []
-            self.first_end = 0.0
+            self.first_end, self.loss = 0.0, 0.0
 
         def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+            if batch == workload.steps:
+                profile.enter_context(requests.recorded())
             tf.config.experimental.reset_memory_stats(device)
             self.start = time.perf_counter()
 
-        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == workload.steps:
+                profile.close()
+                return
+            # What `fit` returns is not the loss where the model has a `train_step` of its own.
+            self.loss = logs["loss"]
             self.end = time.perf_counter()
             self.first_end = self.end if not self.times else self.first_end
             self.times.append(self.end - self.start)
@@ -169,30 +186,35 @@ def train(
     device = "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
     keras.utils.set_random_seed(1)
     model = rivals.RIVALS[policy](workload) if policy in rivals.RIVALS else workload.build()
-    inner = keras.optimizers.get(optimizer)
+    inner = workload.optimizer() if workload.optimizer else keras.optimizers.get(optimizer)
     name, _, part = policy.partition(" without ")
-    without = (part,) if part else ()
+    without = tuple(filter(None, part.split(",")))
     echo = name in planner.POLICIES
     chosen = tf_echo.EchoOptimizer(inner, policy=name, without=without) if echo else inner
-    model.compile(optimizer=chosen, loss=workload.loss, jit_compile=xla)
-    data = tf.data.Dataset.from_tensors((workload.x, workload.y)).repeat()
+    weights = workload.loss_weights
+    model.compile(optimizer=chosen, loss=workload.loss, loss_weights=weights, jit_compile=xla)
+    data = tf.data.Dataset.from_tensors(workload.data).repeat()
     if not told_batch:
         data = data.unbatch().batch(workload.batch)
-    meter = Meter()
+    meter, requests = Meter(), Requests(on_gpu=device.startswith("GPU"))
+    profile = contextlib.ExitStack()
+    steps = workload.steps + (not xla)  # the one more is profiled
     start = time.perf_counter()
-    history = model.fit(data, steps_per_epoch=workload.steps, verbose=0, callbacks=[meter])
+    model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[meter])
     first = meter.first_end - start
     peaks, times = meter.peaks[_WARM_UP:] or meter.peaks, meter.times[_WARM_UP:] or meter.times
     median = statistics.median(peaks)
-    plan = getattr(chosen, "plan", None)
+    # With several optimizers in one step, the last plan is that of the whole step.
+    plan = planned.result[1] if planned.result else None
     return Result(
         median,
         (max(peaks) - min(peaks)) / median,
+        requests.peak_bytes,
         statistics.median(times),
         first,
         planned.seconds + rewritten.seconds,
         plan.after.total_bytes if plan else 0.0,
-        history.history["loss"][-1],
+        float(meter.loss),
         _forward_ops(model, workload) if policy == "plain" else 0,
         _largest(*planned.result, largest) if largest and plan else [],
     )
@@ -217,7 +239,7 @@ def _largest(trace: Any, plan: Any, count: int) -> list[str]:
     """The largest tensors at the predicted peak of a planned step."""
     from tf_echo import evaluation, loop_evaluation, memory_model
 
-    schedule = evaluation.Schedule(plan.untied, plan.sums)
+    schedule = evaluation.Schedule(plan.untied, plan.sums, plan.bits)
     planned = loop_evaluation.planned(trace.view, plan.loops)
     rewired = evaluation.rewire(planned, plan.decisions, schedule)
     scale = plan.batch_size / trace.view.batch_size if plan.batch_size else 1.0

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,16 +18,26 @@ class Workload:
 
     name: str
     build: Callable[[], keras.Model]
-    loss: str | keras.losses.Loss
+    loss: Any
+    """What `compile` takes; none where the model's own `train_step` says it."""
     x: np.ndarray | tuple[np.ndarray, ...]
     """The batch, for each of the model's inputs."""
-    y: np.ndarray
+    y: np.ndarray | tuple[np.ndarray, ...]
     steps: int = 12
+    optimizer: Callable[[], keras.optimizers.Optimizer] | None = None
+    """If given, the inner optimizer, whichever is asked for."""
+    loss_weights: list[float] | None = None
+    sample_weight: np.ndarray | None = None
 
     @property
     def batch(self) -> int:
         """The batch size."""
-        return len(self.y)
+        return len(self.y[0] if isinstance(self.y, tuple) else self.y)
+
+    @property
+    def data(self) -> tuple[object, ...]:
+        """What one step of `fit` takes."""
+        return (self.x, self.y, *([] if self.sample_weight is None else [self.sample_weight]))
 
 
 def _noise(*shape: int) -> np.ndarray:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tf_echo import gating, scheduling
+from tf_echo import gating, packing, scheduling
 from tf_echo.graph_view import GraphView, Node, ViewBuilder
 from tf_echo.memory_model import Timeline, simulate
-from tf_echo.plan import PeakMemory, RegionDecision
+from tf_echo.plan import PackedResidual, PeakMemory, RegionDecision
 
 GUARD_BYTES = 4096
 """Above this size a gated input is simulated as a copy of its own."""
@@ -40,6 +40,15 @@ class Rewired:
     regions: tuple[int, ...]
     """For each node of `view` the region that it recomputes; -1 for the step's own nodes."""
 
+    def tensors_by_original(self) -> dict[int, int]:
+        """For tensors of the old view those of `view` that are neither copies nor guards."""
+        tensors, regions = self.view.tensors, self.regions
+        return {
+            original: tensor
+            for tensor, original in enumerate(self.originals)
+            if original >= 0 and regions[tensors[tensor].node] < 0
+        }
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
@@ -47,6 +56,7 @@ class Schedule:
 
     untied: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
+    bits: tuple[PackedResidual, ...] = ()
 
 
 def schedule_of(view: GraphView) -> Schedule:
@@ -78,7 +88,48 @@ def rewire(
             waits but for gates.
     """
     recomputed = [d for d in decisions if d.recompute]
-    return _Rewiring(view, recomputed, schedule or Schedule(), in_loop).run()
+    schedule = schedule or Schedule()
+    rewired = _Rewiring(view, recomputed, schedule, in_loop).run()
+    return _with_bits(view, rewired, schedule.bits) if schedule.bits else rewired
+
+
+def _with_bits(view: GraphView, rewired: Rewired, bits: Sequence[PackedResidual]) -> Rewired:
+    """The same with some of what the backward pass still reads packed."""
+    places = rewired.tensors_by_original()
+
+    def place(name: str) -> int:
+        return places[view.tensor_named(name)]
+
+    candidates = [packing.Candidate(place(b.tensor), b.test, place(b.gate)) for b in bits]
+    packed = packing.pack(rewired.view, candidates)
+    return Rewired(
+        packed.view,
+        tuple(rewired.originals[t] if t >= 0 else -1 for t in packed.tensors),
+        tuple(rewired.regions[n] if n >= 0 else -1 for n in packed.nodes),
+    )
+
+
+def find_bits(
+    view: GraphView, decisions: Sequence[RegionDecision], rewired: Rewired
+) -> tuple[PackedResidual, ...]:
+    """What may be packed of what the backward pass still reads when regions are recomputed.
+
+    Args:
+        view: the view.
+        decisions: its regions.
+        rewired: the view as they leave it.
+    """
+    places, regions = rewired.tensors_by_original(), rewired.regions
+    gates = {
+        d.region: places[view.tensor_named(d.gate)] for d in decisions if d.recompute and d.gate
+    }
+    waiting = {n: gates[r] for n, r in enumerate(regions) if r in gates}
+    found = []
+    for tensor, test, gate in packing.find(rewired.view, waiting):
+        old = view.tensors[rewired.originals[tensor]]
+        names = [view.tensor_name(rewired.originals[t]) for t in (tensor, gate)]
+        found.append(PackedResidual(names[0], test, names[1], old.nbytes, packing.bits_bytes(old)))
+    return tuple(found)
 
 
 class _Rewiring:
@@ -147,6 +198,7 @@ class _Rewiring:
             loss,
             self.view.weight_bytes,
             self.view.batch_size,
+            seed=None if self.view.seed is None else self.renamed[self.view.seed],
         )
         return Rewired(new, tuple(self.originals), tuple(self.regions))
 
@@ -196,7 +248,8 @@ class _Rewiring:
         sizes = [t[3:] for t in outputs]
         self.originals.extend(node.outputs)
         self.regions.append(region)
-        return self.builder.add(name, op or node.op, inputs, sizes, control, backward)
+        workspace = node.workspace_bytes
+        return self.builder.add(name, op or node.op, inputs, sizes, control, backward, workspace)
 
     def _place(self, node: int) -> int:
         """The new place of a node.
@@ -267,9 +320,13 @@ class _Trial:
     def peak_bytes(self) -> int:
         return self.timeline.peak_bytes
 
+    @property
+    def takes_time(self) -> bool:
+        return bool(self.schedule.bits) or any(d.recompute for d in self.decisions)
+
 
 def judging_scale(view: GraphView, timeline: Timeline) -> float:
-    """The multiple of the view's batch size at which activations outweigh variables.
+    """The multiple of the view's batch size at which activations outweigh variables and workspace.
 
     With an open batch size plans are judged there: whoever runs out of memory has a batch as large
     as that.
@@ -284,7 +341,8 @@ def judging_scale(view: GraphView, timeline: Timeline) -> float:
     )
     if not scaling:
         return 1.0
-    return float(max(1, -(-_ACTIVATION_SHARE * view.weight_bytes // scaling)))
+    fixed = view.weight_bytes + max(node.workspace_bytes for node in view.nodes)
+    return float(max(1, -(-_ACTIVATION_SHARE * fixed // scaling)))
 
 
 def choose(
@@ -294,6 +352,7 @@ def choose(
     timeline: Timeline,
     scale: float,
     small: float | None = None,
+    bits: bool = False,
 ) -> Choice:
     """Keeps what lowers the simulated peak.
 
@@ -305,6 +364,7 @@ def choose(
         scale: factor on tensors that grow with the batch, for judging.
         small: another factor at which the plan must not be above the baseline either; None where
             the batch size is fixed.
+        bits: whether what is kept may be packed; see `packing`.
 
     Returns:
         All decisions, those that do not help turned into keeping, and both peaks.
@@ -315,7 +375,7 @@ def choose(
     dropped = [drop(d, "the predicted peak would not be lower") for d in decisions]
 
     def lower(trial: _Trial) -> bool:
-        share = 1 - _MIN_SHARE if any(d.recompute for d in trial.decisions) else 1.0
+        share = 1 - _MIN_SHARE if trial.takes_time else 1.0
         if trial.peak_bytes >= baseline.peak_bytes * share:
             return False
         if small is None or small == scale:
@@ -323,17 +383,19 @@ def choose(
         base = timeline if small == 1.0 else simulate(view, small)
         return simulate(trial.rewired.view, small).peak_bytes <= base.peak_bytes
 
-    if any(d.recompute for d in decisions):
-        first = _try(view, drop_trivial(decisions), schedule, scale)
-        best = _refine(view, first, scale, baseline, steps)
-        if lower(best):
-            after = peak_memory(best.rewired.view, best.timeline)
-            return Choice(best.decisions, best.schedule, before, after, "")
-    if schedule != Schedule():
-        bare = _try(view, dropped, schedule, scale)
-        if lower(bare):
-            after = peak_memory(bare.rewired.view, bare.timeline)
-            return Choice(bare.decisions, bare.schedule, before, after, _why_nothing(decisions))
+    wanted = any(d.recompute for d in decisions)
+    for given in (schedule, Schedule()) if schedule != Schedule() else (schedule,):
+        for tried in ([drop_trivial(decisions)] if wanted else []) + [dropped]:
+            if tried is dropped and given == Schedule() and not bits:
+                break
+            best = _try(view, tried, given, scale)
+            if tried is not dropped:
+                best = _refine(view, best, scale, baseline, steps)
+            best = _pack(view, best, scale) if bits else best
+            if lower(best):
+                after = peak_memory(best.rewired.view, best.timeline)
+                note = _why_nothing(decisions) if tried is dropped else ""
+                return Choice(best.decisions, best.schedule, before, after, note)
     return Choice(tuple(dropped), Schedule(), before, before, _why_nothing(decisions))
 
 
@@ -357,6 +419,15 @@ def _try(
 ) -> _Trial:
     rewired = rewire(view, decisions, schedule)
     return _Trial(tuple(decisions), schedule, rewired, simulate(rewired.view, scale))
+
+
+def _pack(view: GraphView, trial: _Trial, scale: float) -> _Trial:
+    """Packs what may be packed, if that is worth its time."""
+    bits = _without_trivial(find_bits(view, trial.decisions, trial.rewired))
+    if not bits:
+        return trial
+    packed = _try(view, trial.decisions, dataclasses.replace(trial.schedule, bits=bits), scale)
+    return packed if packed.peak_bytes < trial.peak_bytes * (1 - _TOLERANCE) else trial
 
 
 def peak_memory(view: GraphView, timeline: Timeline) -> PeakMemory:
@@ -416,7 +487,7 @@ def _alternatives(
     read = set(view.nodes[first].inputs)
     used = {t for n in nodes for t in n.inputs}
     ends = [n for n in nodes if read & set(n.outputs) and not used & set(n.outputs)]
-    rest = [n for n in nodes if n not in ends]
+    rest = _needed(view, [n for n in nodes if n not in ends])
     readers = [r for n in rest for t in n.outputs for r in gating.backward_readers(view, t)]
     if not ends or not readers:
         return [kept]
@@ -428,9 +499,20 @@ def _alternatives(
         gate=view.tensor_name(gate),
         released_bytes=decision.released_bytes
         - sum(view.tensors[t].nbytes for n in ends for t in n.outputs),
-        added_seconds=decision.added_seconds - share * len(ends),
+        added_seconds=share * len(rest),
     )
     return [smaller, kept]
+
+
+def _needed(view: GraphView, nodes: Sequence[Node]) -> list[Node]:
+    """Of nodes that are recomputed those that the backward pass reads, or others of them do."""
+    read: set[int] = set()
+    found = []
+    for node in reversed(nodes):
+        if any(t in read or gating.backward_readers(view, t) for t in node.outputs):
+            read.update(node.inputs)
+            found.append(node)
+    return found[::-1]
 
 
 def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
@@ -446,6 +528,18 @@ def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
             return slim
         useless = useless[: len(useless) // 2] if len(view.nodes) < _SMALL_NODES else []
     return best
+
+
+def _without_trivial(bits: Sequence[PackedResidual]) -> tuple[PackedResidual, ...]:
+    """Leaves out the smallest, as long as all of them together are too small to matter."""
+    allowance = _TRIVIAL_SHARE * sum(b.released_bytes for b in bits)
+    trivial = set()
+    for residual in sorted(bits, key=lambda b: (b.released_bytes, b.tensor)):
+        allowance -= residual.released_bytes
+        if allowance < 0:
+            break
+        trivial.add(residual.tensor)
+    return tuple(b for b in bits if b.tensor not in trivial)
 
 
 def drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:

@@ -31,7 +31,8 @@ _GATEABLE = frozenset(
         "bool",
     ]
 )
-_GRADIENTS = frozenset(("float16", "bfloat16", "float32", "float64"))
+GRADIENTS = frozenset(("float16", "bfloat16", "float32", "float64"))
+"""Dtypes of gradients."""
 
 
 class Delay(NamedTuple):
@@ -121,6 +122,18 @@ def find_gates(
     return {region: _find_gate(view, late, found) for region, found in readers.items()}
 
 
+def late_nodes(view: GraphView) -> list[bool]:
+    """Which backward nodes follow from the gradient of the loss, and from values of the forward
+    pass.
+
+    Where the view does not tell the gradient of the loss, only the latter is asked.
+    """
+    needs_forward = need_forward_values(view)
+    if view.seed is None:
+        return needs_forward
+    return [a and b for a, b in zip(needs_forward, _upstream(view), strict=True)]
+
+
 def _late_nodes(view: GraphView, steps: Sequence[int]) -> list[bool]:
     """Which backward nodes cannot run before the loss is there: they need forward values, and run
     after it.
@@ -202,7 +215,7 @@ def _find_gate(view: GraphView, late: Sequence[bool], readers: Sequence[int]) ->
         for tensor in view.nodes[reader].inputs
         if view.tensors[tensor].node < first
         and late[view.tensors[tensor].node]
-        and view.tensors[tensor].dtype in _GRADIENTS
+        and view.tensors[tensor].dtype in GRADIENTS
     ]
     return max(gates, key=lambda t: (view.tensors[t].node, t), default=view.loss)
 

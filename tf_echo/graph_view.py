@@ -50,6 +50,8 @@ class Node(NamedTuple):
     """Ids of the nodes that must have run before it."""
     backward: bool = False
     """Whether it is no ancestor of the loss."""
+    workspace_bytes: int = 0
+    """What it needs while it runs besides its inputs and outputs."""
 
 
 class LoopBytes(NamedTuple):
@@ -244,19 +246,29 @@ class GraphView:
         words += [self.tensor_name(t) for t in node.inputs]
         words += ["^" + self.nodes[c].name for c in node.control_inputs]
         sizes = ", ".join(_size_text(self.tensors[t]) for t in node.outputs)
-        return " ".join([*words, f"[{sizes}]"])
+        workspace = node.workspace_bytes
+        more = [f"+{_bytes_text(workspace)}"] if workspace else []
+        return " ".join([*words, f"[{sizes}]", *more])
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_LINE = re.compile(r"(?P<name>\S+) = (?P<op>\S+)(?P<inputs>[^\[]*)(\[(?P<sizes>.*)\])?$")
+_LINE = re.compile(
+    r"(?P<name>\S+) = (?P<op>\S+)(?P<inputs>[^\[]*)(\[(?P<sizes>.*)\])?"
+    r"( \+(?P<workspace>\w+))?$"
+)
+
+
+def _bytes_text(nbytes: int) -> str:
+    """The bytes in the largest unit of which they are a multiple."""
+    unit = max((u for u in _UNITS if nbytes % _UNITS[u] == 0), key=_UNITS.__getitem__)
+    unit = unit if nbytes else "B"
+    return f"{nbytes // _UNITS[unit]}{unit}"
 
 
 def _size_text(tensor: Tensor) -> str:
     if not tensor.known:
         return "?"
-    unit = max((u for u in _UNITS if tensor.nbytes % _UNITS[u] == 0), key=_UNITS.__getitem__)
-    unit = unit if tensor.nbytes else "B"
-    text = f"{tensor.nbytes // _UNITS[unit]}{unit}"
+    text = _bytes_text(tensor.nbytes)
     text += f" {tensor.dtype}" if tensor.dtype != "float32" else ""
     return text if tensor.scales else f"{text} fixed"
 
@@ -278,9 +290,10 @@ def parse_view(text: str, weight_bytes: int = 0) -> GraphView:
 
     A line reads `name = Op input input:1 ^control [4KiB, 1MiB bool fixed]`: the sizes of its
     outputs in brackets, with a dtype unless it is float32, and `fixed` unless the size grows with
-    the batch; `?` is an unknown size. Without brackets a node has one output of 4 bytes. Lines
-    below `backward:` are backward nodes. `loss: name` names the loss; without it the loss is the
-    last forward node. `seed: name` names its gradient.
+    the batch; `?` is an unknown size; `+2MiB` behind the brackets, what the node needs while it
+    runs. Without brackets a node has one output of 4 bytes. Lines below `backward:` are backward
+    nodes. `loss: name` names the loss; without it the loss is the last forward node. `seed: name`
+    names its gradient.
 
     Args:
         text: the lines.
@@ -320,13 +333,15 @@ class ViewBuilder:
         outputs: Sequence[tuple[int, str, bool, bool]],
         control_inputs: Iterable[int] = (),
         backward: bool = False,
+        workspace_bytes: int = 0,
     ) -> Node:
         """Appends a node; `outputs` holds (bytes, dtype, scales, known) each."""
         node_id, first = len(self.nodes), len(self.tensors)
         for index, output in enumerate(outputs):
             self.tensors.append(Tensor(first + index, node_id, index, *output))
         numbers = tuple(range(first, first + len(outputs)))
-        node = Node(node_id, name, op, tuple(inputs), numbers, tuple(control_inputs), backward)
+        control = tuple(control_inputs)
+        node = Node(node_id, name, op, tuple(inputs), numbers, control, backward, workspace_bytes)
         self.nodes.append(node)
         self._names[name] = node_id
         return node
@@ -344,7 +359,8 @@ class ViewBuilder:
         except (KeyError, IndexError) as error:
             raise ValueError(f"Nothing above is called {error.args[0]!r} in {line!r}.") from error
         outputs = [_parse_size(part) for part in sizes.split(",")] if sizes.strip() else []
-        self.add(match["name"], match["op"], inputs, outputs, control, backward)
+        workspace = _parse_size(match["workspace"] or "0B")[0]
+        self.add(match["name"], match["op"], inputs, outputs, control, backward, workspace)
 
     def holds(self, name: str) -> bool:
         """Whether a node of that name was added."""

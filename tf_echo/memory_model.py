@@ -7,7 +7,8 @@ when its last reader has run; an elementwise op writes its result over an input 
 will read; views share their input's memory; variables are resident, but an update that comes while
 somebody still holds an earlier read of the variable copies it first.
 
-Known gap: workspace inside kernels (convolutions on a CPU, cuDNN) is not modelled.
+Workspace inside kernels is that of TensorFlow's CPU kernels, see `workspaces`. Known gaps: cuDNN's
+workspace is not modelled, nor what an allocator hands out beyond what is asked for.
 """
 
 import collections
@@ -149,7 +150,7 @@ class _Simulation:
             self._copy_before_write(node)
         elif kind is not Kind.VIEW and kind is not Kind.SOURCE:
             self._allocate(node, step)
-        self.usage.append(self.current)
+        self.usage.append(self.current + node.workspace_bytes)
         for tensor in node.inputs:
             self._release(self.roots[tensor], step)
         for tensor in node.outputs:

@@ -78,9 +78,11 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             graph, such as `EchoOptimizer.plan` of an earlier run, as it was or changed by hand;
             `RecomputePlan.to_json` and `from_json` save and load it.
         without: which parts of policy "echo" to leave out, to see what each is worth: `"recompute"`
-            (running ops again), `"sums"` (building up sums of gradients term by term), `"ties"`
-            (handing gradients to the optimizer one by one), `"order"` (running iterations of loops
-            one by one).
+            (running ops again), `"heavy"` (doing so where the gradient of a compute-heavy op reads
+            the result), `"masks"` (drawing random numbers again), `"bits"` (keeping one bit of an
+            element of dropout masks and of ReLUs, where that is all that gradients ask for),
+            `"sums"` (building up sums of gradients term by term), `"ties"` (handing gradients to
+            the optimizer one by one), `"order"` (running iterations of loops one by one).
         name: a name for the optimizer; that of the inner one by default.
 
     Raises:

@@ -26,7 +26,8 @@ from tf_echo.cost_model import CostModel, RooflineCost
 from tf_echo.graph_view import GraphView, Loop
 from tf_echo.loop_planner import LoopChoice
 from tf_echo.memory_model import Timeline, simulate
-from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, format_bytes
+from tf_echo.op_traits import Kind
+from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, Share, format_bytes
 from tf_echo.tracer import Trace
 from tf_echo.tracing import trace_step
 
@@ -42,9 +43,10 @@ _MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
 
 
-TECHNIQUES = ("recompute", "sums", "ties", "order")
-"""What policy "echo" does: run ops again, build up sums term by term, hand gradients to the
-optimizer one by one, run iterations one by one."""
+TECHNIQUES = ("recompute", "heavy", "masks", "bits", "sums", "ties", "order")
+"""What policy "echo" does: run ops again, also those that gradients of heavy ops read, and those
+that draw random numbers; keep one bit of an element where that is enough; build up sums term by
+term; hand gradients to the optimizer one by one; run iterations one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,7 @@ def plan_view(
     batch_size = round((view.batch_size or 1) * scale) if open_batch else None
     in_loops = any(loop.recompute for loop in loops)
     note = " ".join(filter(None, ("" if in_loops else choice.note, _kept_whole(view, whole))))
-    return RecomputePlan(
+    plan = RecomputePlan(
         settings.policy,
         choice.decisions,
         choice.before,
@@ -92,9 +94,35 @@ def plan_view(
         batch_size,
         choice.schedule.untied,
         choice.schedule.sums,
+        choice.schedule.bits,
         tuple(loops),
-        note,
+        note=note,
     )
+    return dataclasses.replace(plan, shares=_shares(view, plan, scale))
+
+
+def _shares(view: GraphView, plan: RecomputePlan, scale: float) -> tuple[Share, ...]:
+    """What the peak would be without each part of a plan."""
+    schedule = _schedule(plan)
+    parts = {
+        "bits": (len(plan.bits), dataclasses.replace(schedule, bits=())),
+        "sums": (len(plan.sums), dataclasses.replace(schedule, sums=())),
+        "ties": (len(plan.untied), dataclasses.replace(schedule, untied=())),
+    }
+    planned = (
+        loop_evaluation.planned(view, plan.loops) if any(c for c, _ in parts.values()) else view
+    )
+    found = []
+    for technique, (count, without) in parts.items():
+        if count:
+            less = evaluation.rewire(planned, plan.decisions, without).view
+            peak = simulate(less, scale).peak_bytes
+            found.append(Share(technique, count, peak - plan.after.total_bytes))
+    return tuple(found)
+
+
+def _schedule(plan: RecomputePlan) -> evaluation.Schedule:
+    return evaluation.Schedule(plan.untied, plan.sums, plan.bits)
 
 
 def _decide(
@@ -113,13 +141,17 @@ def _decide(
             return "policy"
         return exclusion.untouched_loop(name, loop, settings.exclude, settings.include)
 
-    def propose(part: GraphView) -> list[list[RegionDecision]]:
-        excluded = exclusion.excluded_nodes(part, settings.exclude, settings.include)
-        found = _partitions(part, settings.policy, excluded)
-        run = times(part)
-        return [policy.solve(part, regions, settings.cost_model, run) for regions in found]
-
     tidied = judged and not nothing
+    bits = tidied and "bits" not in settings.without
+
+    def propose(part: GraphView, packs: bool = False) -> list[list[RegionDecision]]:
+        excluded = exclusion.excluded_nodes(part, settings.exclude, settings.include)
+        if "masks" in settings.without:
+            excluded |= {n.id for n in part.nodes if part.kinds[n.id] is Kind.RANDOM}
+        found = _partitions(part, settings.policy, excluded)
+        cost, run, past_heavy = settings.cost_model, times(part), "heavy" not in settings.without
+        return [policy.solve(part, regions, cost, run, packs, past_heavy) for regions in found]
+
     schedule = evaluation.schedule_of(view) if tidied else evaluation.Schedule()
     schedule = evaluation.Schedule(
         () if "ties" in settings.without else schedule.untied,
@@ -129,10 +161,10 @@ def _decide(
     def best(part: GraphView) -> evaluation.Choice:
         run = times(part)
         choices = [
-            evaluation.choose(part, decisions, schedule, run, scale, small)
+            evaluation.choose(part, decisions, schedule, run, scale, small, bits)
             if judged
             else evaluation.take(part, decisions, schedule, scale)
-            for decisions in propose(part)
+            for decisions in propose(part, bits)
         ]
         return min(choices, key=lambda c: c.after.total_bytes)
 
@@ -191,10 +223,10 @@ def judge(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
     """A plan for the same graph, perhaps changed by hand, with its peaks predicted anew."""
     scale = (plan.batch_size or 1) / (view.batch_size or 1) if plan.batch_size else 1.0
     planned = loop_evaluation.planned(view, plan.loops)
-    schedule = evaluation.Schedule(plan.untied, plan.sums)
-    choice = evaluation.take(planned, plan.decisions, schedule, scale)
+    choice = evaluation.take(planned, plan.decisions, _schedule(plan), scale)
     before = evaluation.peak_memory(view, simulate(view, scale))
-    return dataclasses.replace(plan, before=before, after=choice.after)
+    plan = dataclasses.replace(plan, before=before, after=choice.after)
+    return dataclasses.replace(plan, shares=_shares(view, plan, scale))
 
 
 def plan_step(

@@ -42,6 +42,27 @@ class RegionDecision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PackedResidual:
+    """A tensor of which the backward pass asks one bit an element; eight go into a byte."""
+
+    tensor: str
+    """Name of the tensor of the forward pass."""
+    test: str
+    """What the bit says of an element: one of `"x"` (it is a boolean), `"x > 0"`,
+    `"0 < x < 6"`."""
+    gate: str
+    """The upstream gradient that unpacking waits for."""
+    released_bytes: int
+    """The tensor."""
+    kept_bytes: int
+    """Its bits."""
+
+    def __str__(self) -> str:
+        released, kept = format_bytes(self.released_bytes), format_bytes(self.kept_bytes)
+        return f"bits {self.tensor}: keep {self.test} (releases {released}, keeps {kept})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoopPlan:
     """What becomes of a while loop: its body is planned like a step of its own."""
 
@@ -109,6 +130,21 @@ def _decision(fields: dict[str, Any]) -> RegionDecision:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one part of a plan, other than recomputing, does for the peak."""
+
+    technique: str
+    """`"bits"`, `"sums"` or `"ties"`; see `EchoOptimizer`'s `without`."""
+    count: int
+    """How often it is used."""
+    saved_bytes: int
+    """By how much the predicted peak would be higher without it, all else being the same."""
+
+    def __str__(self) -> str:
+        return f"{self.technique}: {self.count} (saves {format_bytes(self.saved_bytes)})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PeakMemory:
     """The predicted peak of a step and what it is made of, in bytes."""
 
@@ -149,8 +185,12 @@ class RecomputePlan:
     when the last one is."""
     sums: tuple[str, ...] = ()
     """Names of AddN ops of the backward pass that add up their terms one by one instead."""
+    bits: tuple[PackedResidual, ...] = ()
+    """Of which tensors one bit an element is kept."""
     loops: tuple[LoopPlan, ...] = ()
     """The while loops whose gradients the step takes."""
+    shares: tuple[Share, ...] = ()
+    """Of the parts of the plan that are used what each saves at the peak."""
     note: str = ""
     """What the reader must know: why nothing is changed, which ops were kept whole."""
     name: str = ""
@@ -167,7 +207,7 @@ class RecomputePlan:
         return self.before.total_bytes / max(self.after.total_bytes, 1)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.decisions, *self.loops)))
+        return "\n".join(map(str, (*self.decisions, *self.bits, *self.shares, *self.loops)))
 
     def to_json(self) -> str:
         """The plan as JSON text."""
@@ -184,7 +224,9 @@ class RecomputePlan:
             fields: dict[str, Any] = json.loads(text)
             decisions = {
                 "decisions": tuple(_decision(d) for d in fields["decisions"]),
+                "bits": tuple(PackedResidual(**bits) for bits in fields["bits"]),
                 "loops": tuple(_loop_plan(loop) for loop in fields["loops"]),
+                "shares": tuple(Share(**share) for share in fields["shares"]),
             }
             peaks = {key: PeakMemory(**fields[key]) for key in ("before", "after")}
             names = {key: tuple(fields[key]) for key in ("untied", "sums")}

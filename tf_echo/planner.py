@@ -14,8 +14,9 @@ a normalization, say.
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
-from tf_echo import gating
+from tf_echo import gating, packing
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline
@@ -23,8 +24,29 @@ from tf_echo.op_traits import Kind
 from tf_echo.plan import RegionDecision, format_bytes
 from tf_echo.regions import Region
 
-Solver = Callable[[GraphView, Sequence[Region], CostModel, Timeline], list[RegionDecision]]
-"""What becomes of each region."""
+
+class Solver(Protocol):
+    """Says what becomes of each region."""
+
+    def __call__(
+        self,
+        view: GraphView,
+        regions: Sequence[Region],
+        cost_model: CostModel,
+        timeline: Timeline,
+        packs: bool = False,
+        past_heavy: bool = True,
+    ) -> list[RegionDecision]:
+        """Solves.
+
+        Args:
+            view: the step, or an iteration of a loop.
+            regions: its regions.
+            cost_model: how long ops take.
+            timeline: the step as it runs now.
+            packs: whether of booleans that are kept the bits will be; see `packing`.
+            past_heavy: whether what the gradient of a heavy op reads may be recomputed.
+        """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,17 +66,27 @@ each byte released."""
 
 
 def plan_nothing(
-    view: GraphView, regions: Sequence[Region], cost_model: CostModel, timeline: Timeline
+    view: GraphView,
+    regions: Sequence[Region],
+    cost_model: CostModel,
+    timeline: Timeline,
+    packs: bool = False,
+    past_heavy: bool = True,
 ) -> list[RegionDecision]:
     """Keeps every region."""
     return [_keep(region, "policy") for region in regions]
 
 
 def plan_echo(
-    view: GraphView, regions: Sequence[Region], cost_model: CostModel, timeline: Timeline
+    view: GraphView,
+    regions: Sequence[Region],
+    cost_model: CostModel,
+    timeline: Timeline,
+    packs: bool = False,
+    past_heavy: bool = True,
 ) -> list[RegionDecision]:
     """Algorithm 1 of the paper; see the module's text."""
-    residuals = _Residuals(view)
+    residuals = _Residuals(view, packs)
     paths = {r.index: _Path(view, residuals, r) for r in regions}
     worth = [p for p in reversed(paths.values()) if p.wanted]
     sharers = collections.Counter(root for path in worth for root in path.outside)
@@ -64,11 +96,13 @@ def plan_echo(
         for path in worth:
             keepers.subtract(path.kept)
             before = path.kept
-            path.solve(cost_model, keepers, sharers if number == 0 else None)
+            path.solve(cost_model, keepers, sharers if number == 0 else None, past_heavy)
             keepers.update(path.kept)
             changed = changed or path.kept != before
         if not changed:
             break
+    if packs:
+        _keep_what_is_slow(worth, cost_model)
     told: set[int] = set()
     readers = {index: path.path_readers() for index, path in paths.items() if path.path}
     gates = gating.find_gates(view, readers, gating.steps_of(timeline))
@@ -76,7 +110,12 @@ def plan_echo(
 
 
 def plan_mirror(
-    view: GraphView, regions: Sequence[Region], cost_model: CostModel, timeline: Timeline
+    view: GraphView,
+    regions: Sequence[Region],
+    cost_model: CostModel,
+    timeline: Timeline,
+    packs: bool = False,
+    past_heavy: bool = True,
 ) -> list[RegionDecision]:
     """What Echo is compared with (section VI of the paper): "Mirror", after Chen et al. 2016.
 
@@ -93,6 +132,20 @@ def plan_mirror(
     return [_decide(paths[r.index], cost_model, gates, told) for r in regions]
 
 
+def _keep_what_is_slow(paths: Sequence["_Path"], cost_model: CostModel) -> None:
+    """Keeps regions of which each byte released costs far more time than a byte on the average.
+
+    A mask, say, that could be drawn again, and of which only bits are kept.
+    """
+    released = [path.released_bytes for path in paths]
+    seconds = [path.seconds(cost_model) for path in paths]
+    least = sum(released) / max(sum(seconds), 1e-9) / _TIME_FACTOR
+    for path, gain, added in zip(paths, released, seconds, strict=True):
+        if path.path and gain < least * added:
+            path.path.clear()
+            path.kept, path.too_slow = path.baseline, True
+
+
 POLICIES = {
     "echo": Policy(plan_echo),
     "mirror": Policy(plan_mirror, judged=False),
@@ -103,7 +156,9 @@ POLICIES = {
 class _Residuals:
     """What the backward pass reads."""
 
-    def __init__(self, view: GraphView):
+    def __init__(self, view: GraphView, packs: bool = False):
+        self.nbytes = [packing.kept_bytes(t) if packs else t.nbytes for t in view.tensors]
+        """What it takes to keep a tensor to the backward pass."""
         self.readers = [gating.backward_readers(view, t.id) for t in view.tensors]
         self.free = [False] * len(view.tensors)
         """Memory that costs nothing to keep: constants, inputs, variables, and what is kept
@@ -121,7 +176,7 @@ class _Path:
 
     def __init__(self, view: GraphView, residuals: _Residuals, region: Region):
         self.view, self.region, self.readers = view, region, residuals.readers
-        self.free = residuals.free
+        self.free, self.nbytes = residuals.free, residuals.nbytes
         self.members = frozenset(region.nodes)
         self.made = [t for n in region.nodes for t in view.nodes[n].outputs]
         self.wanted = [t for t in self.made if self.readers[t]]
@@ -140,6 +195,7 @@ class _Path:
         What its path reads and what the backward pass reads of it.
         """
         self.path: set[int] = set()
+        self.too_slow = False
         self.needs: collections.Counter[int] = collections.Counter()
 
     def solve(
@@ -147,16 +203,19 @@ class _Path:
         cost_model: CostModel,
         keepers: collections.Counter[int],
         sharers: collections.Counter[int] | None,
+        past_heavy: bool,
     ) -> None:
         """Finds the path and what it keeps, given what other regions keep."""
-        sizes = self.view.tensors
 
         def cost(root: int) -> float:
             if self.free[root] or keepers[root] > 0 or self.read_elsewhere(root):
                 return 0.0
-            return sizes[root].nbytes / (max(sharers[root], 1) if sharers else 1)
+            return self.nbytes[root] / (max(sharers[root], 1) if sharers else 1)
 
-        self._expand(self.wanted)
+        if past_heavy:
+            self._expand(self.wanted)
+        else:
+            self._expand_to_heavy()
         self._trim(cost)
         before = sum(cost(root) for root in self.baseline)
         released = before - sum(cost(root) for root in self._kept_now())
@@ -166,14 +225,30 @@ class _Path:
             self.path.clear()
         self.kept = self._kept_now()
 
+    @property
+    def released_bytes(self) -> float:
+        """What the path saves, if all that it keeps is its own."""
+        gone, new = self.baseline - self.kept, self.kept - self.baseline
+        return sum(self.nbytes[r] for r in gone) - sum(
+            self.nbytes[r] for r in new if not self.read_elsewhere(r)
+        )
+
+    def seconds(self, cost_model: CostModel) -> float:
+        """Time that the path takes."""
+        return sum(cost_model.seconds(self.view, self.view.nodes[n]) for n in self.path)
+
     def take_all(self) -> None:
         """Takes on the path all that the backward pass reads, but for what gradients of heavy nodes
         read.
         """
+        self._expand_to_heavy()
+        self.kept = self._kept_now()
+
+    def _expand_to_heavy(self) -> None:
+        """Everything that the backward pass reads, but for what gradients of heavy nodes read."""
         skipped = {t for t in self.wanted if self._is_read_by_heavy(t)}
         ends = {self.view.tensors[t].node for t in skipped}
         self._expand([t for t in self.wanted if t not in skipped], ends)
-        self.kept = self._kept_now()
 
     def _is_read_by_heavy(self, tensor: int) -> bool:
         return any(self.view.kinds[r] is Kind.HEAVY for r in self.readers[tensor])
@@ -337,6 +412,8 @@ def _decide(
     view, region = path.view, path.region
     if not path.wanted:
         return _keep(region, "the backward pass reads nothing of it")
+    if path.too_slow:
+        return _keep(region, "too slow to recompute for what it releases")
     if not path.path:
         return _keep(region, _why_keep(path))
     nodes = sorted(path.path)
@@ -349,9 +426,9 @@ def _decide(
         region.layer,
         len(region.nodes),
         True,
-        sum(view.tensors[root].nbytes for root in released),
-        sum(view.tensors[root].nbytes for root in kept),
-        sum(cost_model.seconds(view, view.nodes[n]) for n in nodes),
+        sum(path.nbytes[root] for root in released),
+        sum(path.nbytes[root] for root in kept),
+        path.seconds(cost_model),
         "fewer bytes are kept",
         tuple(view.nodes[n].name for n in nodes),
         view.tensor_name(gates[region.index]),
@@ -359,9 +436,8 @@ def _decide(
 
 
 def _why_keep(path: _Path) -> str:
-    sizes = path.view.tensors
-    released = sum(sizes[root].nbytes for root in path.baseline)
+    released = sum(path.nbytes[root] for root in path.baseline)
     path._expand(path.wanted)
-    kept = sum(sizes[root].nbytes for root in path._kept_now())
+    kept = sum(path.nbytes[root] for root in path._kept_now())
     path.path.clear()
     return f"releases {format_bytes(released)}, would keep {format_bytes(kept)}"

@@ -24,14 +24,31 @@ def report(plan: RecomputePlan, every_region: bool = False) -> str:
     lines = [_title(plan), *_table(plan.decisions, every_region)]
     for loop in plan.loops:
         lines += _loop_lines(loop, every_region)
-    if plan.sums:
-        lines.append(f"{len(plan.sums)} sums of gradients are built up term by term.")
-    if plan.untied:
-        lines.append("Gradients are handed to the optimizer one by one instead of all at once.")
+    lines += _share_lines(plan)
     lines += ["", *_peaks(plan)]
     if plan.note:
         lines += ["", plan.note]
     return "\n".join(lines)
+
+
+_DOES = {
+    "bits": "Of {count} tensors one bit an element is kept, {released} -> {kept} MiB",
+    "sums": "{count} sums of gradients are built up term by term",
+    "ties": "Gradients are handed to the optimizer one by one instead of all at once",
+}
+
+
+def _share_lines(plan: RecomputePlan) -> list[str]:
+    """What the plan does besides recomputing, each with what it saves at the peak."""
+    released, kept = (
+        _mib(sum(getattr(residual, field) for residual in plan.bits))
+        for field in ("released_bytes", "kept_bytes")
+    )
+    return [
+        _DOES[share.technique].format(count=share.count, released=released, kept=kept)
+        + f": saves {_mib(share.saved_bytes)} MiB at the peak."
+        for share in plan.shares
+    ]
 
 
 def _table(decisions: Sequence[RegionDecision], every_region: bool, times: int = 1) -> list[str]:

@@ -9,14 +9,23 @@ care.
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, loop_evaluation, loop_rewriter, scheduling, summing, tf_internals
+from tf_echo import (
+    gating,
+    loop_evaluation,
+    loop_rewriter,
+    packer,
+    packing,
+    scheduling,
+    summing,
+    tf_internals,
+)
+from tf_echo.gates import Gate
 from tf_echo.graph_view import GraphView
-from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision
+from tf_echo.plan import LoopPlan, PackedResidual, RecomputePlan, RegionDecision
 from tf_echo.tracer import LoopTrace, Trace
 
 
@@ -39,11 +48,15 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     trace = check(trace, plan)
     for loop_plan, loop in _loops(trace, plan.loops):
         loop_rewriter.rewrite_loop(loop, loop_plan)
-    if not plan.recomputed and not plan.untied and not plan.sums:
+    if not any((plan.recomputed, plan.untied, plan.sums, plan.bits)):
         return
     passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
     totals = summing.replace_sums(trace, plan.sums)
+    known = len(trace.graph.get_operations())
     _recompute(trace, plan, totals)
+    added = frozenset(trace.graph.get_operations()[known:])
+    for residual in plan.bits:
+        packer.keep_bits(trace, residual, _gradient(trace, residual.gate, totals), added)
     for first, second in scheduling.put_offs(trace.view, passed):
         tf_internals.wait_for(trace.operations[second], trace.operations[first])
     for tensor, source in passed.items():
@@ -64,6 +77,8 @@ def check(trace: Trace, plan: RecomputePlan) -> Trace:
         _check(trace, decision)
     _check_ops(trace, plan.untied, "IdentityN")
     _check_ops(trace, plan.sums, "AddN")
+    for residual in plan.bits:
+        _check_bits(trace, residual, plan.recomputed)
     return trace
 
 
@@ -118,7 +133,15 @@ def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) 
                 for n in waits[start]
                 if trace.view.nodes[n].name not in plan.untied
             ]
-            _Region(trace, decision, ready).rewrite()
+            gate = Gate(_gradient(trace, decision.gate, totals), ready)
+            _Region(trace, decision, gate).rewrite()
+
+
+def _gradient(trace: Trace, name: str, totals: Mapping[int, tf.Tensor]) -> tf.Tensor:
+    """The gate of that name; where it is a sum that was replaced, what replaces it."""
+    number = trace.view.tensor_named(name)
+    total = totals.get(trace.view.tensors[number].node)
+    return trace.tensor(number) if total is None else total
 
 
 def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:
@@ -164,22 +187,49 @@ def _check(trace: Trace, decision: RegionDecision) -> None:
         )
 
 
+def _check_bits(
+    trace: Trace, residual: PackedResidual, recomputed: Sequence[RegionDecision]
+) -> None:
+    view = trace.view
+    try:
+        tensor, gate = (view.tensor_named(name) for name in (residual.tensor, residual.gate))
+    except KeyError as error:
+        raise PlanMismatchError(
+            f"The plan keeps bits of {residual.tensor!r} and waits for {residual.gate!r}. This "
+            f"graph does not hold {error.args[0]!r}."
+        ) from None
+    copying = [d for d in recomputed if any(tensor in view.node(n).inputs for n in d.nodes)]
+    made = any(view.nodes[view.tensors[tensor].node].name in d.nodes for d in recomputed)
+    test = packing.test_of(view, tensor)
+    if test != residual.test or ((made or copying) and test != "x"):
+        raise PlanMismatchError(
+            f"The plan keeps of {residual.tensor!r} whether {residual.test}. The backward pass of "
+            "this graph asks for something else."
+        )
+    readers = [] if made else gating.backward_readers(view, tensor)
+    readers += [r for decision in copying for r in _readers(trace, decision)]
+    if view.tensors[gate].node >= min(readers, default=len(view.nodes)):
+        raise PlanMismatchError(
+            f"The plan unpacks the bits of {residual.tensor!r} after {residual.gate!r}, which "
+            "itself needs them."
+        )
+
+
 class _Region:
     """One region while it is being copied."""
 
-    def __init__(self, trace: Trace, decision: RegionDecision, waits: Sequence[tf.Operation]):
-        self.trace, self.decision, self.waits = trace, decision, waits
+    def __init__(self, trace: Trace, decision: RegionDecision, gate: Gate):
+        self.trace, self.gate = trace, gate
         self.graph = trace.graph
         self.nodes = [trace.view.node(name) for name in decision.nodes]
         self.copies: dict[int, tf.Tensor] = {}
-        self.late: dict[tf.DType, tf.Tensor] = {}
 
     def rewrite(self) -> None:
         """Adds the copies and points the backward ops at them."""
         view = self.trace.view
         with self.graph.as_default(), tf.control_dependencies(None), tf.name_scope(""):
             own = {
-                tensor: self._guard(tensor)
+                tensor: self._tied(tensor)
                 for tensor in sorted(gating.guarded_tensors(view, self.nodes))
             }
             for node in self.nodes:
@@ -199,37 +249,10 @@ class _Region:
         for operation, place in self.trace.places(reader, tensor):
             tf_internals.replace_input(operation, place, self.copies[tensor])
 
-    def _guard(self, tensor: int) -> tf.Tensor:
-        """The tensor, unchanged bit by bit, but not before the gate is there."""
+    def _tied(self, tensor: int) -> tf.Tensor:
         source = self.trace.tensor(tensor)
         with tf.device(source.op.device or None):
-            late = self._late(source.dtype)
-            if source.dtype == tf.bool:
-                return tf.raw_ops.LogicalOr(x=source, y=late)
-            return tf.raw_ops.AddV2(x=source, y=late)
-
-    def _late(self, dtype: tf.DType) -> tf.Tensor:
-        """False, 0 or -0.0 (x + -0.0 is x, also for x = -0.0), computed from the gate."""
-        if tf.bool not in self.late:
-            gate = self.trace.tensor(self.trace.view.tensor_named(self.decision.gate))
-            self.late[tf.bool] = _never(gate, self.waits)
-        if dtype not in self.late:
-            zero = -0.0 if dtype.is_floating else 0
-            one = tf.constant(1, dtype)
-            self.late[dtype] = tf.raw_ops.SelectV2(
-                condition=self.late[tf.bool], t=one, e=tf.constant(zero, dtype)
-            )
-        return self.late[dtype]
-
-
-def _never(gate: tf.Tensor, waits: Sequence[tf.Operation]) -> tf.Tensor:
-    """False, whatever one element of `gate` holds, and however many elements there are.
-
-    Not before `waits` have run.
-    """
-    with tf.control_dependencies(list(waits)):
-        highest = tf.reduce_max(tf.reshape(gate, [-1])[:1])
-    return tf.raw_ops.Greater(x=highest, y=tf.constant(math.inf, gate.dtype))
+            return self.gate.tie(source)
 
 
 def copies_of(graph: tf.Graph) -> Sequence[tf.Operation]:

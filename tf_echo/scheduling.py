@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-from tf_echo.gating import Delay, holds_values, need_forward_values
+from tf_echo.gating import Delay, need_forward_values
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
 
@@ -227,10 +227,12 @@ def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]
     ties_of: dict[int, list[int]] = {}
     for output, source in passed.items():
         ties_of.setdefault(source, []).append(output)
-    weight_gradients = [node for node in view.nodes if _is_weight_gradient(view, node)]
+    activations = _activations(view)
+    heavy = [n for n in view.nodes if n.backward and view.kinds[n.id] is Kind.HEAVY]
+    weight_gradients = [n for n in heavy if not activations.isdisjoint(n.inputs)]
     pairs = [(early, node.id) for node in weight_gradients[:1] for early in early_sources(view)]
     for node in weight_gradients:
-        others = _input_gradients(view, node)
+        others = _input_gradients(view, node, activations)
         outputs = [t for made in node.outputs for t in (made, *ties_of.get(made, ()))]
         users = sorted({c for t in outputs for c in view.consumers[t]})
         for other in others:
@@ -243,15 +245,28 @@ def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]
     return pairs
 
 
-def _is_weight_gradient(view: GraphView, node: Node) -> bool:
-    return (
-        node.backward
-        and view.kinds[node.id] is Kind.HEAVY
-        and any(holds_values(view, view.nodes[view.tensors[t].node]) for t in node.inputs)
-    )
+def _activations(view: GraphView) -> frozenset[int]:
+    """Tensors of the forward pass that are made of more than variables.
+
+    A kernel that is reshaped, cast or normalized is none.
+    """
+    found: set[int] = set()
+    for node in view.nodes:
+        if not node.backward and not _is_weight(view, node):
+            starts = view.kinds[node.id] is Kind.SOURCE or not node.inputs
+            if starts or any(t in found for t in node.inputs):
+                found.update(node.outputs)
+    return frozenset(found)
 
 
-def _input_gradients(view: GraphView, node: Node) -> list[int]:
+def _is_weight(view: GraphView, node: Node) -> bool:
+    """Whether it is a constant or a variable, or reads one, or reads but a shape."""
+    reads = node.op in ("Const", "ReadVariableOp", "VarHandleOp")
+    holds = any(view.tensors[t].dtype == "resource" for t in node.outputs)
+    return reads or holds or view.kinds[node.id] is Kind.METADATA
+
+
+def _input_gradients(view: GraphView, node: Node, activations: frozenset[int]) -> list[int]:
     """Later heavy nodes that read the same upstream gradient, and no activation."""
     gradients = [t for t in node.inputs if view.nodes[view.tensors[t].node].backward]
     users = {view.nodes[user] for t in gradients for user in view.consumers[t]}
@@ -260,5 +275,5 @@ def _input_gradients(view: GraphView, node: Node) -> list[int]:
         for user in users
         if user.id > node.id
         and view.kinds[user.id] is Kind.HEAVY
-        and not _is_weight_gradient(view, user)
+        and activations.isdisjoint(user.inputs)
     )

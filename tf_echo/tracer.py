@@ -7,12 +7,13 @@ backward part. So bodies are planned like whole steps.
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, loop_memory
+from tf_echo import loop_internals, loop_memory, workspaces
 from tf_echo.graph_view import GraphView, Loop, ViewBuilder
 from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
 
@@ -105,6 +106,10 @@ class Tracer:
         self._numbers: dict[int, tuple[tf.Tensor, int]] = {}
         """Ids of Python objects are only unique while the objects live."""
         self._nodes: dict[tf.Operation, int] = {}
+        self._shapes: list[Shape | None] = []
+        """For each tensor its shape, nominal sides filled in; None where it is not known."""
+        on_gpu = bool(tf.config.list_physical_devices("GPU"))
+        self._threads = 0 if on_gpu else os.cpu_count() or 1
 
     def name(self, tensor: tf.Tensor, number: int) -> None:
         """Lets a TensorFlow tensor stand for a tensor of the view."""
@@ -141,6 +146,7 @@ class Tracer:
         """Adds the end of an iteration of the forward loop, and returns its tensor."""
         numbers = [self.number(t) for t in results]
         node = self.builder.add("LoopEnd", "LoopEnd", numbers, [(0, "float32", False, True)])
+        self._shapes.append(None)
         self.operations.append(loop)
         return node.outputs[0]
 
@@ -168,7 +174,12 @@ class Tracer:
             inputs = [*inputs, *self._extra(forward)[:2]]
         control = [self._nodes[c] for c in operation.control_inputs if c in self._nodes]
         name = self._unused(operation.name)
-        node = self.builder.add(name, kind, inputs, sizes, control, backward)
+        workspace = 0
+        if self._threads:
+            read = [self._shapes[number] for number in inputs]
+            workspace = workspaces.workspace_bytes(kind, read, shapes, self._threads)
+        node = self.builder.add(name, kind, inputs, sizes, control, backward, workspace)
+        self._shapes += [*shapes, *[None] * extra]
         self._nodes[operation] = node.id
         self.operations.append(operation)
         for output, number in zip(operation.outputs, node.outputs, strict=False):

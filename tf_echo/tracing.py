@@ -52,8 +52,12 @@ def trace_step(
     early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
     behind_gradients = _ancestors([g.op for g in gradients])
     forward |= _forward_only(early, forward, behind_gradients)
-    backward = _weight_gradients_first([op for op in ordered if op not in forward], forward)
-    ordered = [op for op in ordered if op in forward] + backward
+    first = [op for op in ordered if op in forward]
+    weights = _made_of_weights(first)
+    backward = _weight_gradients_first(
+        [op for op in ordered if op not in forward], forward - weights
+    )
+    ordered = first + backward
     nominal = NominalShapes(batch_size or NOMINAL_BATCH_SIZE)
     tracer = Tracer(graph, nominal, nominal, loop_internals.gradient_loops(ordered))
     for operation in ordered:
@@ -115,7 +119,7 @@ def _forward_only(
 
 
 def _weight_gradients_first(
-    operations: Sequence[tf.Operation], forward: set[tf.Operation]
+    operations: Sequence[tf.Operation], activations: set[tf.Operation]
 ) -> list[tf.Operation]:
     """Moves each weight gradient (it reads an activation) before the input gradient that reads the
     same upstream gradient.
@@ -132,7 +136,7 @@ def _weight_gradients_first(
             continue
         sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
         gradients = [t for t in operation.inputs if t.op in places]
-        if not any(s in forward and traits_of(s.type).kind is not Kind.SOURCE for s in sources):
+        if not any(source in activations for source in sources):
             input_gradients.update({id(t): operation for t in gradients})
             continue
         sibling = next(
@@ -148,6 +152,23 @@ def _weight_gradients_first(
         if operation not in moved:
             ordered += [*before.get(operation, ()), operation]
     return ordered
+
+
+def _made_of_weights(forward: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """What is made of variables, constants and shapes alone: kernels that are cast, say.
+
+    Args:
+        forward: the operations of the forward pass, in order.
+    """
+    found: set[tf.Operation] = set()
+    for operation in forward:
+        reads = operation.type in ("Const", "ReadVariableOp", "VarHandleOp")
+        reads = reads or traits_of(operation.type).kind is Kind.METADATA
+        holds = any(t.dtype == tf.resource for t in operation.outputs)
+        sources = [t.op for t in operation.inputs]
+        if reads or holds or (sources and all(source in found for source in sources)):
+            found.add(operation)
+    return found
 
 
 def _weight_bytes(operations: Sequence[tf.Operation]) -> int:

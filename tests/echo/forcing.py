@@ -1,12 +1,23 @@
 """Make the planner go further than it would, to put more weight on the rewriter."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
 import tensorflow as tf
 
-from tf_echo import evaluation, gating, loop_planner, passes, planner, rewriter, scheduling
+from tf_echo import (
+    evaluation,
+    gating,
+    loop_planner,
+    packing,
+    passes,
+    planner,
+    rewriter,
+    scheduling,
+    workspaces,
+)
 from tf_echo.cost_model import CostModel
 from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline
@@ -16,7 +27,12 @@ from tf_echo.tracing import Trace
 
 PLANNERS = ("echo", "everything", "proposed")
 """As the planner decides; every op that may run twice; all that Algorithm 1 proposes, whether or
-not the peak is lower."""
+not the peak is lower, bits of all that may be packed."""
+
+
+def ignore_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets small models pay: what a convolution's gradient needs while it runs outweighs them."""
+    monkeypatch.setattr(workspaces, "_RULES", {})
 
 
 def force(monkeypatch: pytest.MonkeyPatch, planner_name: str) -> None:
@@ -25,6 +41,7 @@ def force(monkeypatch: pytest.MonkeyPatch, planner_name: str) -> None:
         monkeypatch.setattr(evaluation, "choose", _choose_all)
         monkeypatch.setattr(evaluation, "drop_trivial", list)
         monkeypatch.setattr(scheduling, "_MIN_SUMMED_BYTES", 0)
+        monkeypatch.setattr(packing, "MIN_ELEMENTS", 0)
         monkeypatch.setattr(loop_planner, "_MIN_SHARE", -float("inf"))
         monkeypatch.setattr(passes, "_with_loops", _all_loops)
     if planner_name == "everything":
@@ -53,7 +70,9 @@ def _choose_all(
     schedule: evaluation.Schedule,
     *_: object,
 ) -> evaluation.Choice:
-    return evaluation.take(view, decisions, schedule, 1.0)
+    rewired = evaluation.rewire(view, decisions, schedule)
+    bits = evaluation.find_bits(view, decisions, rewired)
+    return evaluation.take(view, decisions, dataclasses.replace(schedule, bits=bits), 1.0)
 
 
 def _all_loops(
@@ -66,7 +85,11 @@ def _all_loops(
 
 
 def _recompute_everything(
-    view: GraphView, regions: Sequence[Region], cost_model: CostModel, timeline: Timeline
+    view: GraphView,
+    regions: Sequence[Region],
+    cost_model: CostModel,
+    timeline: Timeline,
+    *_: object,
 ) -> list[RegionDecision]:
     readers = {region.index: _readers(view, region) for region in regions}
     readers = {index: found for index, found in readers.items() if found}

@@ -221,3 +221,21 @@ def test_explain_includes_what_the_optimizer_includes_or_what_it_is_told():
     assert layers() == {"b"}
     assert layers(include=("a",)) == {"a"}
     assert {"a", "b"} <= layers(include=())
+
+
+def _replayed(*without: str) -> list[str]:
+    model = small.compiled(tf_echo.EchoOptimizer("sgd", without=without))
+    plan = tf_echo.explain(model, *small.one_batch())
+    return [name for decision in plan.recomputed for name in decision.nodes]
+
+
+def test_without_looking_past_heavy_ops_what_their_gradients_read_is_kept():
+    assert any("SelectV2" in name for name in _replayed())
+    kept = _replayed("heavy")
+    assert kept
+    assert not any("SelectV2" in name for name in kept)
+
+
+def test_masks_need_not_be_drawn_again():
+    assert any("StatelessRandom" in name for name in _replayed("bits"))
+    assert not any("StatelessRandom" in name for name in _replayed("bits", "masks"))

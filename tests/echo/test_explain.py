@@ -193,14 +193,21 @@ def test_an_open_batch_size_is_planned_like_a_fixed_one_of_that_size(size):
     assert [d.layer for d in opened.recomputed] == [d.layer for d in fixed.recomputed]
 
 
-def test_dropout_masks_are_recomputed_whether_the_batch_size_is_open_or_fixed():
-    def replayed(batch):
+@pytest.mark.parametrize("batch", [None, small.BATCH])
+def test_dropout_masks_are_packed_or_drawn_again(batch):
+    def masks(**options):
         x, y = tf.TensorSpec((batch, small.FEATURES)), tf.TensorSpec((batch, 1))
-        plan = tf_echo.explain(small.compiled("sgd"), x, y, nominal_batch_size=small.BATCH)
-        return sum("StatelessRandomUniform" in n for d in plan.recomputed for n in d.nodes)
+        model = small.compiled(EchoOptimizer("sgd", **options))
+        plan = tf_echo.explain(model, x, y, nominal_batch_size=small.BATCH)
+        drawn = [n for d in plan.recomputed for n in d.nodes if "StatelessRandomUniform" in n]
+        return len(plan.bits), len(drawn)
 
-    assert replayed(None) > 0
-    assert replayed(small.BATCH) > 0
+    packed, drawn = masks()
+    assert drawn == 0
+    assert packed == (2 if batch is None else 0)  # too small for the peak to tell
+    packed, drawn = masks(without=["bits"])
+    assert packed == 0
+    assert drawn > 0
 
 
 def test_training_on_open_batches_recomputes_what_fixed_ones_do():

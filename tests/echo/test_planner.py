@@ -361,3 +361,21 @@ def test_policy_none_keeps_everything_and_unties_nothing():
     assert not plan.recomputed
     assert not plan.untied
     assert plan.before == plan.after
+
+
+@pytest.mark.parametrize(("reader", "moved"), [("Max", True), ("Min", True), ("Sum", False)])
+def test_what_grappler_would_swap_with_a_largest_value_stays(reader, moved):
+    view = parse_view(f"""
+    x = Placeholder [1MiB]
+    w = Placeholder [1KiB fixed]
+    h = MatMul x w [1MiB]
+    r = Relu h [1MiB]
+    axis = Const [4B int32 fixed]
+    m = {reader} r axis [4KiB]
+    loss = Mean m [4B]
+    backward:
+    g = Mul r loss [1MiB]
+    loss: loss
+    """)
+    found = [n for region in regions.partition(view) for n in region.nodes]
+    assert (view.by_name["r"] not in found) == moved

@@ -69,6 +69,7 @@ def _train_plain(name: str, batch: str) -> reference.Run:
 @pytest.mark.parametrize(("case", "planner", "batch"), _RUNS)
 def test_model_trains_the_same(case, planner, batch, monkeypatch, request):
     forcing.force(monkeypatch, planner)
+    forcing.ignore_workspaces(monkeypatch)
     replayed = forcing.record_replayed_ops(monkeypatch)
     _REPLAYED[request.node.callspec.id] = replayed
     run = _train(case, lambda: tf_echo.EchoOptimizer(_sgd()), batch)
@@ -85,7 +86,7 @@ def test_ops_of_every_kind_ran_again():
 
 @pytest.mark.parametrize("name", ["dropout", "transformer"])
 def test_a_wrong_copy_is_noticed(name, monkeypatch):
-    guard = rewriter._Region._guard
+    guard = rewriter._Region._tied
 
     def off_by_a_little(region: rewriter._Region, tensor: int) -> tf.Tensor:
         tied = guard(region, tensor)
@@ -93,6 +94,6 @@ def test_a_wrong_copy_is_noticed(name, monkeypatch):
             return ~tied
         return tied * (1 + 1e-6) if tied.dtype == tf.float32 else tied + tf.cast(1, tied.dtype)
 
-    monkeypatch.setattr(rewriter._Region, "_guard", off_by_a_little)
+    monkeypatch.setattr(rewriter._Region, "_tied", off_by_a_little)
     run = _train(models.named(name), lambda: tf_echo.EchoOptimizer(_sgd()), "fixed")
     assert reference.differences(run, _train_plain(name, "fixed"))

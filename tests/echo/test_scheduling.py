@@ -1,9 +1,11 @@
 """Orders that let tensors die early, and sums that are built up term by term."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tf_echo
 from tests import reference
 from tf_echo import evaluation, passes, rewriter, scheduling
 from tf_echo.cost_model import UnitCost
@@ -80,3 +82,59 @@ def test_running_sums_are_bit_equal_to_what_addn_gives(steps):
 
     np.testing.assert_array_equal(run(True), run(False))
     assert plans[-1].sums
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "k = ReadVariableOp v [1KiB fixed]",
+        "r = ReadVariableOp v [1KiB fixed]\n    k = Cast r [1KiB fixed]",
+        "r = ReadVariableOp v [1KiB fixed]\n    n = Mean r [4B fixed]\n"
+        "    k = RealDiv r n [1KiB fixed]",
+    ],
+    ids=["read", "cast", "normalized"],
+)
+def test_a_product_with_a_kernel_is_no_weight_gradient(kernel):
+    view = parse_view(f"""
+    v = VarHandleOp [0B resource fixed]
+    x = Placeholder [1MiB]
+    {kernel}
+    h = MatMul x k [1MiB]
+    y = MatMul h k [1MiB]
+    loss = Mean y [4B]
+    backward:
+    dy = Mul y loss [1MiB]
+    dk = MatMul h dy [1KiB fixed]
+    dh = MatMul dy k [1MiB]
+    dk1 = MatMul x dh [1KiB fixed]
+    loss: loss
+    """)
+    pairs = scheduling.put_offs(view, {})
+    assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [("dk", "dh")]
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_weight_gradients_run_first_whatever_becomes_of_the_kernel(policy, monkeypatch):
+    views = []
+    plan_step = passes.plan_step
+
+    def record(*args):
+        trace, plan = plan_step(*args)
+        views.append(trace.view)
+        return trace, plan
+
+    monkeypatch.setattr(passes, "plan_step", record)
+    keras.config.set_dtype_policy(policy)
+    try:
+        x = h = keras.Input((64, 8))
+        for _ in range(3):  # kernels of these are reshaped
+            h = keras.layers.Conv1D(8, 3, padding="same", activation="gelu")(h)
+        model = keras.Model(x, h)
+        model.compile(tf_echo.EchoOptimizer("sgd"), "mse", jit_compile=False)
+        model.fit(np.ones((64, 64, 8)), np.ones((64, 64, 8)), batch_size=64, verbose=0)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    view = views[-1]
+    pairs = scheduling.put_offs(view, {})
+    ops = {(view.nodes[a].op, view.nodes[b].op) for a, b in pairs}
+    assert ("Conv2DBackpropFilter", "Conv2DBackpropInput") in ops

@@ -1,0 +1,72 @@
+"""Memory that TensorFlow's CPU kernels need while they run, besides their inputs and outputs.
+
+Most need none. The gradients of a convolution unfold images into columns, of as many images at once
+as about fill the processor's cache; the gradient of max pooling finds the largest values again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+Shape = tuple[int, ...]
+
+_CACHE_ELEMENTS = (30 << 20) // 4
+"""What the kernels of convolutions take for the size of the cache, in elements."""
+_THREAD_ELEMENTS = (256 << 10) // 4
+"""The share of one thread from which a convolution's gradient handles one image after the other."""
+
+
+def workspace_bytes(
+    op: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], threads: int
+) -> int:
+    """Bytes that an op needs while it runs; the same for any batch size that is not tiny.
+
+    Args:
+        op: its type.
+        inputs: shapes of its inputs; None where unknown.
+        outputs: shapes of its outputs.
+        threads: how many threads one op may use.
+    """
+    rule = _RULES.get(op)
+    if rule is None or None in (*inputs, *outputs):
+        return 0
+    known = [shape for shape in (*inputs, *outputs) if shape is not None]
+    return rule(known, threads)
+
+
+def _filter_gradient(shapes: Sequence[Shape], threads: int) -> int:
+    """Reads images, the filter's shape and gradients; makes a filter."""
+    _, _, gradients, weights = shapes
+    columns, work = _unfolded(gradients, weights)
+    return 4 * columns * _rounded_up(_CACHE_ELEMENTS, work)
+
+
+def _input_gradient(shapes: Sequence[Shape], threads: int) -> int:
+    """Reads the images' shape, a filter and gradients; makes images."""
+    _, weights, gradients, images = shapes
+    columns, work = _unfolded(gradients, weights)
+    one_by_one = images[0] == 1 or work // threads >= _THREAD_ELEMENTS
+    return 4 * columns * (1 if one_by_one else _rounded_up(_CACHE_ELEMENTS, work))
+
+
+def _unfolded(gradients: Shape, weights: Shape) -> tuple[int, int]:
+    """Elements of one image's columns, and of all that its product with the filter needs."""
+    places, channels = math.prod(gradients[1:-1]), gradients[-1]
+    patch = math.prod(weights[:-1])
+    columns = places * patch
+    return columns, max(columns + places * channels + patch * channels, 1)
+
+
+def _rounded_up(over: int, under: int) -> int:
+    return -(-over // under)
+
+
+def _pooling_gradient(shapes: Sequence[Shape], threads: int) -> int:
+    """Makes the pooled values again, and the place of each as a 64-bit number."""
+    return (4 + 8) * math.prod(shapes[1])
+
+
+_RULES: dict[str, Callable[[Sequence[Shape], int], int]] = {
+    "Conv2DBackpropFilter": _filter_gradient,
+    "Conv2DBackpropInput": _input_gradient,
+    "MaxPoolGrad": _pooling_gradient,
+}
