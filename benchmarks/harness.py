@@ -38,8 +38,8 @@ class Result:
     spread: float
     """(highest - lowest) / median of the steps' peaks."""
     requested_bytes: float
-    """The same peak by what was asked for: the allocator may hand out up to twice that. Of one
-    step; 0 under XLA."""
+    """The same peak by what one step asked for, where the allocator hands out up to twice that,
+    and what it had handed out before; 0 under XLA."""
     step_seconds: float
     """Median over the steps."""
     first_step_seconds: float

@@ -36,7 +36,8 @@ class Rewired:
 
     view: GraphView
     originals: tuple[int, ...]
-    """For each tensor of `view` the tensor of the old view that it is or copies; -1 for guards."""
+    """For each tensor of `view` the tensor of the old view that it is or copies; -1 for guards and
+    for what packing adds."""
     regions: tuple[int, ...]
     """For each node of `view` the region that it recomputes; -1 for the step's own nodes."""
 
@@ -125,7 +126,8 @@ def find_bits(
     }
     waiting = {n: gates[r] for n, r in enumerate(regions) if r in gates}
     found = []
-    for tensor, test, gate in packing.find(rewired.view, waiting):
+    usable = frozenset(places.values())
+    for tensor, test, gate in packing.find(rewired.view, waiting, usable):
         old = view.tensors[rewired.originals[tensor]]
         names = [view.tensor_name(rewired.originals[t]) for t in (tensor, gate)]
         found.append(PackedResidual(names[0], test, names[1], old.nbytes, packing.bits_bytes(old)))
@@ -248,8 +250,8 @@ class _Rewiring:
         sizes = [t[3:] for t in outputs]
         self.originals.extend(node.outputs)
         self.regions.append(region)
-        workspace = node.workspace_bytes
-        return self.builder.add(name, op or node.op, inputs, sizes, control, backward, workspace)
+        op = op or node.op
+        return self.builder.add(name, op, inputs, sizes, control, backward, node.workspace)
 
     def _place(self, node: int) -> int:
         """The new place of a node.
@@ -341,7 +343,7 @@ def judging_scale(view: GraphView, timeline: Timeline) -> float:
     )
     if not scaling:
         return 1.0
-    fixed = view.weight_bytes + max(node.workspace_bytes for node in view.nodes)
+    fixed = view.weight_bytes + max(node.workspace.fixed for node in view.nodes)
     return float(max(1, -(-_ACTIVATION_SHARE * fixed // scaling)))
 
 
@@ -391,11 +393,11 @@ def choose(
             best = _try(view, tried, given, scale)
             if tried is not dropped:
                 best = _refine(view, best, scale, baseline, steps)
-            best = _pack(view, best, scale) if bits else best
-            if lower(best):
-                after = peak_memory(best.rewired.view, best.timeline)
-                note = _why_nothing(decisions) if tried is dropped else ""
-                return Choice(best.decisions, best.schedule, before, after, note)
+            for trial in (_pack(view, best, scale), best) if bits else (best,):
+                if lower(trial):
+                    after = peak_memory(trial.rewired.view, trial.timeline)
+                    note = _why_nothing(decisions) if tried is dropped else ""
+                    return Choice(trial.decisions, trial.schedule, before, after, note)
     return Choice(tuple(dropped), Schedule(), before, before, _why_nothing(decisions))
 
 

@@ -83,10 +83,25 @@ def gate_places(view: GraphView, node: Node) -> list[int]:
 
 
 def may_replay(view: GraphView, node: Node) -> bool:
-    """Whether running the node again gives the same result, nothing else, and can be tied to a
-    gate.
+    """Whether running the node again gives the same result, nothing else, can be tied to a gate,
+    and leaves the original alone.
     """
-    return op_traits.is_replayable(node.op) and len(gate_places(view, node)) > 0
+    if not op_traits.is_replayable(node.op) or _would_be_moved(view, node):
+        return False
+    return len(gate_places(view, node)) > 0
+
+
+def _would_be_moved(view: GraphView, node: Node) -> bool:
+    """Whether Grappler would swap the node and the Max or Min that is all that reads it in the
+    forward pass.
+
+    It does once the backward pass reads a copy instead, and then takes the result for as large as
+    it was before: a broadcast or a sum of it fails.
+    """
+    if view.kinds[node.id] is not Kind.ELEMENTWISE or len(node.inputs) != 1:
+        return False
+    readers = [view.nodes[c] for c in view.consumers[node.outputs[0]]]
+    return {reader.op for reader in readers if not reader.backward} in ({"Max"}, {"Min"})
 
 
 def reads_values(view: GraphView, node: Node) -> bool:

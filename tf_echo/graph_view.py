@@ -36,6 +36,21 @@ class Tensor(NamedTuple):
     """Whether the size is certain. A tensor of unknown size is never recomputed."""
 
 
+class Amount(NamedTuple):
+    """Bytes that grow with the batch, and bytes that do not."""
+
+    scaling: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """Both together, at the view's batch size."""
+        return self.scaling + self.fixed
+
+
+NOTHING = Amount(0, 0)
+
+
 class Node(NamedTuple):
     """One operation. `id` is its place in `GraphView.nodes`."""
 
@@ -50,20 +65,8 @@ class Node(NamedTuple):
     """Ids of the nodes that must have run before it."""
     backward: bool = False
     """Whether it is no ancestor of the loss."""
-    workspace_bytes: int = 0
+    workspace: Amount = NOTHING
     """What it needs while it runs besides its inputs and outputs."""
-
-
-class LoopBytes(NamedTuple):
-    """Bytes that grow with the batch, and bytes that do not."""
-
-    scaling: int
-    fixed: int
-
-    @property
-    def total(self) -> int:
-        """Both together, at the view's batch size."""
-        return self.scaling + self.fixed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +249,16 @@ class GraphView:
         words += [self.tensor_name(t) for t in node.inputs]
         words += ["^" + self.nodes[c].name for c in node.control_inputs]
         sizes = ", ".join(_size_text(self.tensors[t]) for t in node.outputs)
-        workspace = node.workspace_bytes
-        more = [f"+{_bytes_text(workspace)}"] if workspace else []
+        scaling, fixed = node.workspace
+        more = [f"+{_bytes_text(scaling)}"] if scaling else []
+        more += [f"+{_bytes_text(fixed)} fixed"] if fixed else []
         return " ".join([*words, f"[{sizes}]", *more])
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _LINE = re.compile(
     r"(?P<name>\S+) = (?P<op>\S+)(?P<inputs>[^\[]*)(\[(?P<sizes>.*)\])?"
-    r"( \+(?P<workspace>\w+))?$"
+    r"( \+(?P<scaling>\d+\w*B))?( \+(?P<fixed>\d+\w*B) fixed)?$"
 )
 
 
@@ -291,9 +295,9 @@ def parse_view(text: str, weight_bytes: int = 0) -> GraphView:
     A line reads `name = Op input input:1 ^control [4KiB, 1MiB bool fixed]`: the sizes of its
     outputs in brackets, with a dtype unless it is float32, and `fixed` unless the size grows with
     the batch; `?` is an unknown size; `+2MiB` behind the brackets, what the node needs while it
-    runs. Without brackets a node has one output of 4 bytes. Lines below `backward:` are backward
-    nodes. `loss: name` names the loss; without it the loss is the last forward node. `seed: name`
-    names its gradient.
+    runs, and `+30MiB fixed` what of that does not grow with the batch. Without brackets a node has
+    one output of 4 bytes. Lines below `backward:` are backward nodes. `loss: name` names the loss;
+    without it the loss is the last forward node. `seed: name` names its gradient.
 
     Args:
         text: the lines.
@@ -333,7 +337,7 @@ class ViewBuilder:
         outputs: Sequence[tuple[int, str, bool, bool]],
         control_inputs: Iterable[int] = (),
         backward: bool = False,
-        workspace_bytes: int = 0,
+        workspace: Amount = NOTHING,
     ) -> Node:
         """Appends a node; `outputs` holds (bytes, dtype, scales, known) each."""
         node_id, first = len(self.nodes), len(self.tensors)
@@ -341,7 +345,7 @@ class ViewBuilder:
             self.tensors.append(Tensor(first + index, node_id, index, *output))
         numbers = tuple(range(first, first + len(outputs)))
         control = tuple(control_inputs)
-        node = Node(node_id, name, op, tuple(inputs), numbers, control, backward, workspace_bytes)
+        node = Node(node_id, name, op, tuple(inputs), numbers, control, backward, workspace)
         self.nodes.append(node)
         self._names[name] = node_id
         return node
@@ -359,7 +363,7 @@ class ViewBuilder:
         except (KeyError, IndexError) as error:
             raise ValueError(f"Nothing above is called {error.args[0]!r} in {line!r}.") from error
         outputs = [_parse_size(part) for part in sizes.split(",")] if sizes.strip() else []
-        workspace = _parse_size(match["workspace"] or "0B")[0]
+        workspace = Amount(*(_parse_size(match[k] or "0B")[0] for k in ("scaling", "fixed")))
         self.add(match["name"], match["op"], inputs, outputs, control, backward, workspace)
 
     def holds(self, name: str) -> bool:

@@ -9,7 +9,7 @@ whatever is kept, and keeps weights once for each iteration.
 import dataclasses
 from collections.abc import Mapping
 
-from tf_echo.graph_view import GraphView, Loop, LoopBytes
+from tf_echo.graph_view import Amount, GraphView, Loop
 from tf_echo.memory_model import Timeline, simulate
 
 
@@ -17,10 +17,10 @@ from tf_echo.memory_model import Timeline, simulate
 class LoopMemory:
     """What a loop and its gradient hold besides their inputs and results."""
 
-    kept: LoopBytes
+    kept: Amount
     """Of one iteration, kept for the gradient."""
-    forward_work: LoopBytes
-    backward_work: LoopBytes
+    forward_work: Amount
+    backward_work: Amount
     reads: frozenset[int] = frozenset()
     """Ids of tensors around the loop, the same in each iteration, that the gradient reads."""
 
@@ -47,9 +47,9 @@ def resized(view: GraphView, memories: Mapping[int, LoopMemory]) -> GraphView:
 def _tensor_sizes(loop: Loop, memory: LoopMemory) -> dict[int, int]:
     """The sizes of the tensors that stand for what the loop keeps and needs, in bytes."""
     sizes: dict[int, int] = {}
-    kept = LoopBytes(loop.trips * memory.kept.scaling, loop.trips * memory.kept.fixed)
+    kept = Amount(loop.trips * memory.kept.scaling, loop.trips * memory.kept.fixed)
     if loop.trips_scale:
-        kept = LoopBytes(kept.total, 0)
+        kept = Amount(kept.total, 0)
     for tensors, found in (
         (loop.kept, kept),
         (loop.forward_work, memory.forward_work),
@@ -70,8 +70,8 @@ def loop_memory(loop: Loop, body: GraphView, reread: bool = False) -> LoopMemory
     kept = _kept(loop, body, reread)
     once, twice = simulate(body), simulate(body, 2.0)
     single, double = _work(body, once), _work(body, twice)
-    forward = LoopBytes(max(double[0] - single[0], 0), max(2 * single[0] - double[0], 0))
-    backward = LoopBytes(
+    forward = Amount(max(double[0] - single[0], 0), max(2 * single[0] - double[0], 0))
+    backward = Amount(
         max(double[1] - single[1] - kept.scaling, 0),
         max(2 * single[1] - double[1] - kept.fixed, 0),
     )
@@ -97,7 +97,7 @@ def read_again(loop: Loop, body: GraphView) -> list[str]:
     ]
 
 
-def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
+def _kept(loop: Loop, body: GraphView, reread: bool) -> Amount:
     if loop.compiled:
         again = set(read_again(loop, body)) if reread else set()
         found = {
@@ -112,7 +112,7 @@ def _kept(loop: Loop, body: GraphView, reread: bool) -> LoopBytes:
     sizes = [0, 0]
     for tensor in found:
         sizes[not body.tensors[tensor].scales] += body.tensors[tensor].nbytes
-    return LoopBytes(*sizes)
+    return Amount(*sizes)
 
 
 def _constants_read(loop: Loop, body: GraphView, reread: bool) -> frozenset[int]:

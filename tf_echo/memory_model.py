@@ -81,7 +81,7 @@ class _Simulation:
     """The state of one simulated step."""
 
     def __init__(self, view: GraphView, scale: float):
-        self.view = view
+        self.view, self.scale = view, scale
         self.roots = view.buffers
         self.sizes = [int(t.nbytes * scale) if t.scales else t.nbytes for t in view.tensors]
         self.uses = [0] * len(view.tensors)
@@ -150,7 +150,8 @@ class _Simulation:
             self._copy_before_write(node)
         elif kind is not Kind.VIEW and kind is not Kind.SOURCE:
             self._allocate(node, step)
-        self.usage.append(self.current + node.workspace_bytes)
+        scaling, fixed = node.workspace
+        self.usage.append(self.current + int(scaling * self.scale) + fixed)
         for tensor in node.inputs:
             self._release(self.roots[tensor], step)
         for tensor in node.outputs:

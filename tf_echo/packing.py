@@ -3,7 +3,7 @@
 The gradients of ReLU, ReLU6 and leaky ReLU ask of each element whether it lies in a range, and a
 dropout mask is a byte an element. Where nothing else reads such a tensor after the forward pass,
 its bits are kept, eight of them in a byte, and unpacked when the upstream gradient is there. What
-stands in for a number is 1.0 in the range and 0.0 outside: the gradient ops take it as they would
+stands in for a number is in the range if it was, else zero: the gradient ops take it as they would
 the number itself.
 
 Eight booleans are one 64-bit word; a product gathers their bits in its highest byte, and another
@@ -11,7 +11,7 @@ one spreads them again, so that packing takes about as long as reading the tenso
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from tf_echo import gating
@@ -79,13 +79,19 @@ def bits_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _WIDTHS[tensor.dtype] // 8)
 
 
-def find(view: GraphView, gates: Mapping[int, int] | None = None) -> list[Candidate]:
+def find(
+    view: GraphView,
+    gates: Mapping[int, int] | None = None,
+    usable: Collection[int] | None = None,
+) -> list[Candidate]:
     """The residuals of which one bit is enough.
 
     Args:
         view: a step, perhaps with what is recomputed in it.
         gates: for each node that is recomputed the gradient that it waits for.
+        usable: the gradients that may be waited for; by default any.
     """
+    gates = gates or {}
     of_root: dict[int, list[int]] = {}
     for residual in sorted(view.residuals):
         if gating.backward_readers(view, residual):
@@ -95,8 +101,10 @@ def find(view: GraphView, gates: Mapping[int, int] | None = None) -> list[Candid
         tensor = view.tensors[tensors[0]]
         if len(tensors) > 1 or not _is_packable(view, tensor) or view.is_source(root):
             continue
-        test, gate = test_of(view, tensor.id), _gate(view, tensor, gates or {}, late)
-        if test is not None and gate is not None:
+        test, gate = test_of(view, tensor.id), _gate(view, tensor, gates, late, usable)
+        # What runs again may ask for more than its gradient does.
+        copied = any(reader in gates for reader in gating.backward_readers(view, tensor.id))
+        if test is not None and gate is not None and not (copied and test != "x"):
             found.append(Candidate(tensor.id, test, gate))
     return found
 
@@ -124,7 +132,11 @@ def _is_packable(view: GraphView, tensor: Tensor) -> bool:
 
 
 def _gate(
-    view: GraphView, tensor: Tensor, gates: Mapping[int, int], late: Sequence[bool]
+    view: GraphView,
+    tensor: Tensor,
+    gates: Mapping[int, int],
+    late: Sequence[bool],
+    usable: Collection[int] | None,
 ) -> int | None:
     """A gradient that is there before the first reader, and not much earlier."""
     first = min(gating.backward_readers(view, tensor.id))
@@ -138,6 +150,7 @@ def _gate(
         if view.tensors[t].node < first
         and late[view.tensors[t].node]
         and view.tensors[t].node not in gates
+        and (usable is None or t in usable)
         and view.tensors[t].dtype in gating.GRADIENTS
     ]
     return max(found)[1] if found else None
@@ -176,12 +189,12 @@ class _Packing:
                 self._unpack(residual)
             inputs = [self._source(node, t) for t in node.inputs]
             control = [self.places[c] for c in node.control_inputs]
-            if not node.backward:
+            if not node.backward and gating.reads_values(view, node):
                 packed = {self.bits[t] for t in node.inputs if t in self.bits}
                 control += sorted(self.builder.tensors[b].node for b in packed)
             sizes = [view.tensors[t][3:] for t in node.outputs]
             new = self.builder.add(
-                node.name, node.op, inputs, sizes, control, node.backward, node.workspace_bytes
+                node.name, node.op, inputs, sizes, control, node.backward, node.workspace
             )
             self.places[node.id] = new.id
             self.renamed.update(zip(node.outputs, new.outputs, strict=True))

@@ -45,7 +45,6 @@ def partition(view: GraphView, excluded: Collection[int] = frozenset()) -> list[
         and gating.may_replay(view, node)
         and all(view.tensors[t].known for t in node.outputs)
         and not is_shape_arithmetic(view, node)
-        and not _would_be_moved(view, node)
         for node in view.nodes
     ]
     levels = _levels(view, replayable)
@@ -78,19 +77,6 @@ def is_shape_arithmetic(view: GraphView, node: Node) -> bool:
     """Few integers: cheap to keep, and XLA must know them when it compiles."""
     outputs = [view.tensors[t] for t in node.outputs]
     return all(t.dtype in ("int32", "int64") and t.nbytes <= _SHAPE_BYTES for t in outputs)
-
-
-def _would_be_moved(view: GraphView, node: Node) -> bool:
-    """Whether Grappler would swap the node and the Max or Min that is all that reads it in the
-    forward pass.
-
-    It does once the backward pass reads a copy instead, and then takes the result for as large as
-    it was before: a broadcast or a sum of it fails.
-    """
-    if view.kinds[node.id] is not Kind.ELEMENTWISE or len(node.inputs) != 1:
-        return False
-    readers = [view.nodes[c] for c in view.consumers[node.outputs[0]]]
-    return {reader.op for reader in readers if not reader.backward} in ({"Max"}, {"Min"})
 
 
 def merge(view: GraphView, regions: Sequence[Region]) -> list[Region]:

@@ -198,8 +198,13 @@ def _check_bits(
             f"The plan keeps bits of {residual.tensor!r} and waits for {residual.gate!r}. This "
             f"graph does not hold {error.args[0]!r}."
         ) from None
-    copying = [d for d in recomputed if any(tensor in view.node(n).inputs for n in d.nodes)]
-    made = any(view.nodes[view.tensors[tensor].node].name in d.nodes for d in recomputed)
+    maker = view.nodes[view.tensors[tensor].node].name
+    made = any(maker in d.nodes for d in recomputed)
+    copying = [
+        d
+        for d in recomputed
+        if maker not in d.nodes and any(tensor in view.node(n).inputs for n in d.nodes)
+    ]
     test = packing.test_of(view, tensor)
     if test != residual.test or ((made or copying) and test != "x"):
         raise PlanMismatchError(
@@ -208,7 +213,12 @@ def _check_bits(
         )
     readers = [] if made else gating.backward_readers(view, tensor)
     readers += [r for decision in copying for r in _readers(trace, decision)]
-    if view.tensors[gate].node >= min(readers, default=len(view.nodes)):
+    if not readers:
+        raise PlanMismatchError(
+            f"The plan keeps bits of {residual.tensor!r}, which nothing reads in the backward pass "
+            "when its regions are recomputed."
+        )
+    if view.tensors[gate].node >= min(readers):
         raise PlanMismatchError(
             f"The plan unpacks the bits of {residual.tensor!r} after {residual.gate!r}, which "
             "itself needs them."

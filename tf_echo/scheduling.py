@@ -18,6 +18,8 @@ _MIN_SUMMED_BYTES = 1 << 16
 """An AddN of fewer bytes in all is left alone."""
 _SUMMED = frozenset(("float16", "bfloat16", "float32", "float64"))
 _BLOCK = 8
+_DATA = frozenset((Kind.SOURCE, Kind.RANDOM, Kind.CONTROL_FLOW, Kind.UNKNOWN))
+"""Kinds of nodes that may make something of nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,19 +45,26 @@ class RunningSum:
 def running_sums(view: GraphView) -> list[int]:
     """The backward AddN nodes whose terms come one after the other, so that they need not all be
     held.
+
+    TensorFlow adds up many gradients in groups: the sum of some is the first term of the next sum.
     """
-    return [n.id for n in view.nodes if n.backward and n.op == "AddN" and _in_sequence(view, n)]
+    found: list[int] = []
+    for node in view.nodes:
+        if node.backward and node.op == "AddN" and _in_sequence(view, node, found):
+            found.append(node.id)
+    return found
 
 
-def _in_sequence(view: GraphView, node: Node) -> bool:
+def _in_sequence(view: GraphView, node: Node, sums: Sequence[int]) -> bool:
     makers = [view.tensors[t].node for t in node.inputs]
+    terms = makers[1:] if makers[0] in sums else makers
     output = view.tensors[node.outputs[0]]
     return (
         len(makers) > 2
         and output.dtype in _SUMMED
         and output.nbytes * len(makers) >= _MIN_SUMMED_BYTES
         and all(view.nodes[m].backward for m in makers)
-        and not any(view.nodes[m].op in ("AddN", "IdentityN") for m in makers)
+        and not any(view.nodes[m].op in ("AddN", "IdentityN") for m in terms)
         and all(a < b for a, b in itertools.pairwise(makers))
     )
 
@@ -253,7 +262,7 @@ def _activations(view: GraphView) -> frozenset[int]:
     found: set[int] = set()
     for node in view.nodes:
         if not node.backward and not _is_weight(view, node):
-            starts = view.kinds[node.id] is Kind.SOURCE or not node.inputs
+            starts = view.kinds[node.id] in _DATA or not node.inputs
             if starts or any(t in found for t in node.inputs):
                 found.update(node.outputs)
     return frozenset(found)

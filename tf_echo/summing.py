@@ -1,6 +1,6 @@
 """Replace sums of many gradients by running sums."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -14,15 +14,22 @@ def replace_sums(trace: Trace, names: Sequence[str]) -> dict[int, tf.Tensor]:
     totals: dict[int, tf.Tensor] = {}
     for name in names:
         node = trace.view.node(name)
-        totals[node.id] = _sum_up(trace, node)
+        totals[node.id] = _sum_up(trace, node, totals)
         read_instead(trace.tensor(node.outputs[0]), totals[node.id])
     return totals
 
 
-def _sum_up(trace: Trace, node: Node) -> tf.Tensor:
-    """Adds an AddN's terms one after the other; the maker of each term waits for those before."""
+def _sum_up(trace: Trace, node: Node, totals: Mapping[int, tf.Tensor]) -> tf.Tensor:
+    """Adds an AddN's terms one after the other; the maker of each term waits for those before.
+
+    A term may be one of the sums that were replaced before.
+    """
     total = scheduling.running_sum(trace.view, node.id)
-    values = [trace.tensor(t) for t in node.inputs]
+    makers = [trace.view.tensors[t].node for t in node.inputs]
+    values = [
+        totals[maker] if maker in totals else trace.tensor(t)
+        for maker, t in zip(makers, node.inputs, strict=True)
+    ]
     device = trace.operations[node.id].device or None
     with trace.graph.as_default(), tf.control_dependencies(None), tf.device(device):
         for addition in total.additions:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tf_echo import loop_internals, loop_memory, workspaces
-from tf_echo.graph_view import GraphView, Loop, ViewBuilder
+from tf_echo.graph_view import NOTHING, GraphView, Loop, ViewBuilder
 from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
 
 
@@ -108,8 +108,7 @@ class Tracer:
         self._nodes: dict[tf.Operation, int] = {}
         self._shapes: list[Shape | None] = []
         """For each tensor its shape, nominal sides filled in; None where it is not known."""
-        on_gpu = bool(tf.config.list_physical_devices("GPU"))
-        self._threads = 0 if on_gpu else os.cpu_count() or 1
+        self._threads = 0 if tf.config.list_physical_devices("GPU") else _threads()
 
     def name(self, tensor: tf.Tensor, number: int) -> None:
         """Lets a TensorFlow tensor stand for a tensor of the view."""
@@ -174,10 +173,10 @@ class Tracer:
             inputs = [*inputs, *self._extra(forward)[:2]]
         control = [self._nodes[c] for c in operation.control_inputs if c in self._nodes]
         name = self._unused(operation.name)
-        workspace = 0
+        workspace = NOTHING
         if self._threads:
             read = [self._shapes[number] for number in inputs]
-            workspace = workspaces.workspace_bytes(kind, read, shapes, self._threads)
+            workspace = workspaces.workspace(kind, read, shapes, self._threads)
         node = self.builder.add(name, kind, inputs, sizes, control, backward, workspace)
         self._shapes += [*shapes, *[None] * extra]
         self._nodes[operation] = node.id
@@ -419,6 +418,12 @@ def in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
                 done.add(operation)
                 ordered.append(operation)
     return ordered
+
+
+def _threads() -> int:
+    """How many threads one op may use."""
+    configured = tf.config.threading.get_intra_op_parallelism_threads()
+    return configured or int(os.environ.get("TF_NUM_INTRAOP_THREADS", 0)) or os.cpu_count() or 1
 
 
 def _size(

@@ -166,7 +166,9 @@ def _made_of_weights(forward: Sequence[tf.Operation]) -> set[tf.Operation]:
         reads = reads or traits_of(operation.type).kind is Kind.METADATA
         holds = any(t.dtype == tf.resource for t in operation.outputs)
         sources = [t.op for t in operation.inputs]
-        if reads or holds or (sources and all(source in found for source in sources)):
+        derived = bool(sources) and all(source in found for source in sources)
+        draws = traits_of(operation.type).kind in (Kind.RANDOM, Kind.CONTROL_FLOW, Kind.UNKNOWN)
+        if reads or holds or (derived and not draws):
             found.add(operation)
     return found
 

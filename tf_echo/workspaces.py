@@ -7,6 +7,8 @@ as about fill the processor's cache; the gradient of max pooling finds the large
 import math
 from collections.abc import Callable, Sequence
 
+from tf_echo.graph_view import NOTHING, Amount
+
 Shape = tuple[int, ...]
 
 _CACHE_ELEMENTS = (30 << 20) // 4
@@ -15,10 +17,10 @@ _THREAD_ELEMENTS = (256 << 10) // 4
 """The share of one thread from which a convolution's gradient handles one image after the other."""
 
 
-def workspace_bytes(
+def workspace(
     op: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], threads: int
-) -> int:
-    """Bytes that an op needs while it runs; the same for any batch size that is not tiny.
+) -> Amount:
+    """Bytes that an op needs while it runs.
 
     Args:
         op: its type.
@@ -28,24 +30,24 @@ def workspace_bytes(
     """
     rule = _RULES.get(op)
     if rule is None or None in (*inputs, *outputs):
-        return 0
+        return NOTHING
     known = [shape for shape in (*inputs, *outputs) if shape is not None]
     return rule(known, threads)
 
 
-def _filter_gradient(shapes: Sequence[Shape], threads: int) -> int:
+def _filter_gradient(shapes: Sequence[Shape], threads: int) -> Amount:
     """Reads images, the filter's shape and gradients; makes a filter."""
     _, _, gradients, weights = shapes
     columns, work = _unfolded(gradients, weights)
-    return 4 * columns * _rounded_up(_CACHE_ELEMENTS, work)
+    return Amount(0, 4 * columns * _rounded_up(_CACHE_ELEMENTS, work))
 
 
-def _input_gradient(shapes: Sequence[Shape], threads: int) -> int:
+def _input_gradient(shapes: Sequence[Shape], threads: int) -> Amount:
     """Reads the images' shape, a filter and gradients; makes images."""
     _, weights, gradients, images = shapes
     columns, work = _unfolded(gradients, weights)
     one_by_one = images[0] == 1 or work // threads >= _THREAD_ELEMENTS
-    return 4 * columns * (1 if one_by_one else _rounded_up(_CACHE_ELEMENTS, work))
+    return Amount(0, 4 * columns * (1 if one_by_one else _rounded_up(_CACHE_ELEMENTS, work)))
 
 
 def _unfolded(gradients: Shape, weights: Shape) -> tuple[int, int]:
@@ -60,12 +62,12 @@ def _rounded_up(over: int, under: int) -> int:
     return -(-over // under)
 
 
-def _pooling_gradient(shapes: Sequence[Shape], threads: int) -> int:
+def _pooling_gradient(shapes: Sequence[Shape], threads: int) -> Amount:
     """Makes the pooled values again, and the place of each as a 64-bit number."""
-    return (4 + 8) * math.prod(shapes[1])
+    return Amount((4 + 8) * math.prod(shapes[1]), 0)
 
 
-_RULES: dict[str, Callable[[Sequence[Shape], int], int]] = {
+_RULES: dict[str, Callable[[Sequence[Shape], int], Amount]] = {
     "Conv2DBackpropFilter": _filter_gradient,
     "Conv2DBackpropInput": _input_gradient,
     "MaxPoolGrad": _pooling_gradient,

@@ -8,7 +8,7 @@ import pytest
 
 from tf_echo import evaluation, loop_evaluation, loop_memory, loop_planner, passes, planner, regions
 from tf_echo.cost_model import UnitCost
-from tf_echo.graph_view import GraphView, Loop, LoopBytes, parse_view
+from tf_echo.graph_view import Amount, GraphView, Loop, parse_view
 from tf_echo.loop_memory import LoopMemory
 from tf_echo.memory_model import simulate
 from tf_echo.plan import LoopPlan, PeakMemory, RecomputePlan, RegionDecision
@@ -182,7 +182,7 @@ def test_a_variable_that_is_written_in_between_is_not_read_again():
     body = reading("read")
     loop = step(body, compiled=True, changed=["read"]).loops[0]
     assert loop_memory.read_again(loop, body) == []
-    assert loop_memory.loop_memory(loop, body, reread=True).kept == LoopBytes(0, 2 * KIB)
+    assert loop_memory.loop_memory(loop, body, reread=True).kept == Amount(0, 2 * KIB)
 
 
 def test_what_is_kept_counts_as_often_as_the_body_runs_and_work_once():
@@ -218,9 +218,9 @@ def test_bytes_that_grow_with_the_batch_are_told_from_those_that_do_not():
         loss: end
     """)
     memory = loop_memory.loop_memory(step(body).loops[0], body)
-    assert memory.kept == LoopBytes(4 * KIB, 8 * KIB)
-    assert memory.forward_work == LoopBytes(4 * KIB, (8 + 2) * KIB)  # a, b and w
-    assert memory.backward_work == LoopBytes((16 - 4) * KIB, (32 + 64 - 8) * KIB)
+    assert memory.kept == Amount(4 * KIB, 8 * KIB)
+    assert memory.forward_work == Amount(4 * KIB, (8 + 2) * KIB)  # a, b and w
+    assert memory.backward_work == Amount((16 - 4) * KIB, (32 + 64 - 8) * KIB)
 
 
 def test_figure_8_attention_is_recomputed_in_each_iteration_from_its_query():
@@ -440,7 +440,7 @@ def test_what_a_changed_gradient_reads_besides_lives_until_then():
 def test_what_a_loop_over_the_batch_keeps_grows_with_the_batch():
     body = reading("h")
     loop = dataclasses.replace(step(body).loops[0], trips_scale=True)
-    memory = LoopMemory(LoopBytes(3, 4), LoopBytes(0, 0), LoopBytes(0, 0))
+    memory = LoopMemory(Amount(3, 4), Amount(0, 0), Amount(0, 0))
     view = dataclasses.replace(step(body), loops=(loop,))
     resized = loop_memory.resized(view, {0: memory})
     assert [resized.tensors[t].nbytes for t in loop.kept] == [8 * (3 + 4), 0]
@@ -461,9 +461,9 @@ def test_a_body_that_is_recomputed_needs_room_for_that_once():
     (choice,) = loop_planner.plan_loops(view, decide)
     rewired = evaluation.rewire(view.loops[0].body, choice.plan.decisions).view
     assert choice.memory == LoopMemory(
-        LoopBytes(1 * KIB, 0),  # query
-        LoopBytes((16 + 1 + 1) * KIB, 0),  # energy and score besides
-        LoopBytes((16 + 16) * KIB, 0),  # the second energy and denergy
+        Amount(1 * KIB, 0),  # query
+        Amount((16 + 1 + 1) * KIB, 0),  # energy and score besides
+        Amount((16 + 16) * KIB, 0),  # the second energy and denergy
     )
     assert choice.memory == loop_memory.loop_memory(view.loops[0], rewired)
 

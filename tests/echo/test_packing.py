@@ -82,6 +82,17 @@ def test_what_else_reads_it_decides(old, new, expected):
     assert found_in(text.replace(old, new)) == expected
 
 
+def test_what_runs_again_may_ask_for_more_than_a_gradient():
+    view = parse_view(RESIDUAL)
+    again = {view.by_name["dh"]: view.tensor_named("dy")}
+    assert packing.find(view, again) == []
+
+
+def test_unpacking_waits_for_nothing_that_is_not_there_for_it():
+    view = parse_view(RESIDUAL)
+    assert packing.find(view, usable=frozenset()) == []
+
+
 def test_the_packed_step_as_text():
     view = parse_view(RESIDUAL)
     packed = packing.pack(view, packing.find(view)).view
@@ -338,6 +349,43 @@ def test_bits_that_are_not_this_graphs_are_refused(change, message):
         changed = dataclasses.replace(plan, bits=(residual, *plan.bits[1:]))
     with pytest.raises(ValueError, match=message):
         _trained(EchoOptimizer("sgd", plan=changed))
+
+
+def test_bits_of_what_is_made_again_are_refused():
+    plan = _trained(EchoOptimizer("sgd", without=["bits"]), dropout=0.3).optimizer.plan
+    drawn = [(n, d.gate) for d in plan.recomputed for n in d.nodes if "GreaterEqual" in n]
+    name, gate = drawn[0]
+    bits = (PackedResidual(name, "x", gate, 3072, 384),)
+    changed = dataclasses.replace(plan, bits=bits)
+    with pytest.raises(ValueError, match="which nothing reads"):
+        _trained(EchoOptimizer("sgd", plan=changed), dropout=0.3)
+
+
+def test_a_gradient_penalty_asks_for_signs_twice():
+    def trained(optimizer: keras.optimizers.Optimizer) -> list[np.ndarray]:
+        model = _residual_model("relu", 0.3)
+        optimizer.build(model.trainable_variables)
+        x, y = (tf.constant(part) for part in small.one_batch())
+
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    out = model(x, training=True)
+                slope = inner.gradient(out, x)
+                loss = tf.reduce_mean((out - y) ** 2) + tf.reduce_mean(slope**2)
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply(tape.gradient(scaled, model.trainable_variables))
+
+        with reference.grappler(enabled=False):
+            for _ in range(3):
+                step()
+        return [v.numpy() for part in (model, optimizer) for v in part.variables]
+
+    expected = trained(keras.optimizers.SGD(1e-3, momentum=0.9))
+    actual = trained(EchoOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9)))
+    small.assert_equal(actual, expected)
 
 
 def test_bits_that_were_given_are_kept():

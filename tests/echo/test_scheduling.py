@@ -138,3 +138,59 @@ def test_weight_gradients_run_first_whatever_becomes_of_the_kernel(policy, monke
     pairs = scheduling.put_offs(view, {})
     ops = {(view.nodes[a].op, view.nodes[b].op) for a, b in pairs}
     assert ("Conv2DBackpropFilter", "Conv2DBackpropInput") in ops
+
+
+@pytest.mark.parametrize("op", ["RandomStandardNormal", "StatelessRandomNormalV2"])
+def test_noise_is_an_activation_though_it_is_made_of_nothing(op):
+    view = parse_view(f"""
+    v = VarHandleOp [0B resource fixed]
+    shape = Const [8B int32 fixed]
+    x = {op} shape [1MiB]
+    k = ReadVariableOp v [1KiB fixed]
+    h = MatMul x k [1MiB]
+    y = MatMul h k [1MiB]
+    loss = Mean y [4B]
+    backward:
+    dy = Mul y loss [1MiB]
+    dk = MatMul h dy [1KiB fixed]
+    dh = MatMul dy k [1MiB]
+    loss: loss
+    """)
+    pairs = scheduling.put_offs(view, {})
+    assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [("dk", "dh")]
+
+
+def test_a_sum_that_goes_on_with_another_is_built_up_too():
+    """TensorFlow adds up gradients in groups of 128 MiB."""
+
+    def trained(optimizer: keras.optimizers.Optimizer) -> list[np.ndarray]:
+        keras.utils.set_random_seed(2)
+        keras.utils.clear_session(free_memory=False)
+        rnn = keras.layers.LSTM(512, unroll=True)
+        model = keras.Sequential([keras.Input((40, 512)), rnn, keras.layers.Dense(1)])
+        model.compile(optimizer, "mse", jit_compile=False)
+        model.optimizer.build(model.trainable_variables)
+        rng = np.random.default_rng(0)
+        with reference.grappler(enabled=False):
+            model.fit(
+                rng.normal(size=(8, 40, 512)), rng.normal(size=(8, 1)), batch_size=4, verbose=0
+            )
+        return [v.numpy() for v in model.variables]
+
+    echo = tf_echo.EchoOptimizer("sgd")
+    actual, expected = trained(echo), trained(keras.optimizers.SGD())
+    assert len(echo.plan.sums) >= 4, echo.plan  # of two weights, in groups
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_only_the_first_term_may_be_a_sum():
+    lines = ["x = Placeholder [4KiB]", "loss = Mean x [4B]", "backward:", "g = Mul x loss [1MiB]"]
+    lines += [f"t{i} = Neg g [1MiB]" for i in range(4)]
+    lines += ["a = AddN t0 t1 t2 t3 [1MiB]", *(f"u{i} = Neg g [1MiB]" for i in range(3))]
+    first = parse_view("\n".join([*lines, "b = AddN a u0 u1 u2 [1MiB]", "loss: loss"]))
+    last = parse_view(
+        "\n".join([*lines, "v = Neg g [1MiB]", "c = AddN u0 u1 u2 a [1MiB]", "loss: loss"])
+    )
+    assert [first.nodes[n].name for n in scheduling.running_sums(first)] == ["a", "b"]
+    assert [last.nodes[n].name for n in scheduling.running_sums(last)] == ["a"]
