@@ -89,9 +89,9 @@ def measure(name: str, policy: str, what: int = 0) -> harness.Result:
 
 
 def rise(none: harness.Result, echo: harness.Result) -> float:
-    """By how much Echo's peak is above the other beyond what the steps of a run differ by."""
+    """By how much more Echo asks for at its peak, beyond what the steps of a run differ by."""
     spread = max(none.spread, echo.spread)
-    return max(echo.peak_bytes / none.peak_bytes - 1.0 - spread, 0.0)
+    return max(echo.requested_bytes / none.requested_bytes - 1.0 - spread, 0.0)
 
 
 def loss_difference(none: harness.Result, echo: harness.Result) -> float:

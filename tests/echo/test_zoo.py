@@ -11,8 +11,8 @@ import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 MORE = 0.02
-"""The part by which a peak may be above the baseline's, besides what the steps of a run differ by:
-the allocator rounds up."""
+"""The part by which a step may ask for more than the baseline's, besides what the steps of a run
+differ by."""
 DIFFERENCE = 1e-5
 """Of the last losses, relative: Echo's graph gives the same bits, but Grappler fuses other ops
 where other ops read them."""
