@@ -207,7 +207,7 @@ _SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 3.0, 6.0, 5.99, 7.0, -2.0, np.inf, -np.inf
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool"])
-@pytest.mark.parametrize("shape", [(), (1,), (8,), (7, 3), (64, 5), (3, 0)])
+@pytest.mark.parametrize("shape", [(), (8,), (7, 3), (3, 0)])
 @pytest.mark.parametrize("known", [True, False])
 def test_bits_unpack_to_what_they_were(dtype, shape, known):
     values = np.resize(_SPECIAL, shape).astype("float32")
@@ -269,7 +269,9 @@ def _trained(optimizer, activation="relu", dropout=0.0, open_batch=False, **comp
 
 @pytest.mark.parametrize("activation", ["relu", "relu6", "leaky_relu"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "xla"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "xla"]
+)
 def test_a_model_trains_the_same_on_bits(activation, dropout, compiled):
     settings = {"activation": activation, "dropout": dropout, "jit_compile": compiled}
     expected = _trained(keras.optimizers.Adam(), **settings)
