@@ -7,7 +7,8 @@ where the peak is not lower in the end.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from tf_echo.plan import PackedResidual, PeakMemory, RegionDecision
 
 GUARD_BYTES = 4096
 """Above this size a gated input is simulated as a copy of its own."""
+
+_Key = TypeVar("_Key", int, str)
 
 _TOLERANCE = 0.002
 _TRIVIAL_SHARE = 0.005
@@ -393,7 +396,8 @@ def choose(
             best = _try(view, tried, given, scale)
             if tried is not dropped:
                 best = _refine(view, best, scale, baseline, steps)
-            for trial in (_pack(view, best, scale), best) if bits else (best,):
+            packed = _pack(view, best, scale) if bits else best
+            for trial in (best,) if packed is best else (packed, best):
                 if lower(trial):
                     after = peak_memory(trial.rewired.view, trial.timeline)
                     note = _why_nothing(decisions) if tried is dropped else ""
@@ -534,27 +538,28 @@ def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
 
 def _without_trivial(bits: Sequence[PackedResidual]) -> tuple[PackedResidual, ...]:
     """Leaves out the smallest, as long as all of them together are too small to matter."""
-    allowance = _TRIVIAL_SHARE * sum(b.released_bytes for b in bits)
-    trivial = set()
-    for residual in sorted(bits, key=lambda b: (b.released_bytes, b.tensor)):
-        allowance -= residual.released_bytes
-        if allowance < 0:
-            break
-        trivial.add(residual.tensor)
+    trivial = _trivial({b.tensor: b.released_bytes for b in bits})
     return tuple(b for b in bits if b.tensor not in trivial)
 
 
 def drop_trivial(decisions: Sequence[RegionDecision]) -> list[RegionDecision]:
     """Drops the smallest savings, as long as all of them together are too small to matter."""
-    gains = {d.region: d.released_bytes - d.kept_bytes for d in decisions if d.recompute}
+    trivial = _trivial(
+        {d.region: d.released_bytes - d.kept_bytes for d in decisions if d.recompute}
+    )
+    return [drop(d, "too small to matter") if d.region in trivial else d for d in decisions]
+
+
+def _trivial(gains: Mapping[_Key, int]) -> set[_Key]:
+    """The smallest gains, as long as all of them together are too small to matter."""
     allowance = _TRIVIAL_SHARE * sum(max(gain, 0) for gain in gains.values())
-    trivial: set[int] = set()
-    for region in sorted(gains, key=lambda r: (gains[r], r)):
-        allowance -= max(gains[region], 0)
+    trivial: set[_Key] = set()
+    for key in sorted(gains, key=lambda k: (gains[k], k)):
+        allowance -= max(gains[key], 0)
         if allowance < 0:
             break
-        trivial.add(region)
-    return [drop(d, "too small to matter") if d.region in trivial else d for d in decisions]
+        trivial.add(key)
+    return trivial
 
 
 def _replace(decisions: Sequence[RegionDecision], change: RegionDecision) -> list[RegionDecision]:

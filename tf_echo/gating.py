@@ -133,7 +133,7 @@ def find_gates(
         Tensor ids. A gate comes before every reader in the view's order, so that waiting for it
         makes no cycle.
     """
-    late = _late_nodes(view, steps)
+    late = _running_late(view, steps)
     return {region: _find_gate(view, late, found) for region, found in readers.items()}
 
 
@@ -149,7 +149,7 @@ def late_nodes(view: GraphView) -> list[bool]:
     return [a and b for a, b in zip(needs_forward, _upstream(view), strict=True)]
 
 
-def _late_nodes(view: GraphView, steps: Sequence[int]) -> list[bool]:
+def _running_late(view: GraphView, steps: Sequence[int]) -> list[bool]:
     """Which backward nodes cannot run before the loss is there: they need forward values, and run
     after it.
     """

@@ -178,3 +178,14 @@ def is_view(op: str) -> bool:
 def is_replayable(op: str) -> bool:
     """Whether running the op again gives the same result and nothing else."""
     return traits_of(op).kind in REPLAYABLE
+
+
+def is_weight(op: str) -> bool:
+    """Whether the op is a constant or a read of a variable, or reads but a shape."""
+    reads = op in ("Const", "ReadVariableOp", "VarHandleOp")
+    return reads or traits_of(op).kind is Kind.METADATA
+
+
+def may_make_data(op: str) -> bool:
+    """Whether what the op makes may be more than what it reads: it draws, or is not looked into."""
+    return traits_of(op).kind in (Kind.RANDOM, Kind.CONTROL_FLOW, Kind.UNKNOWN)

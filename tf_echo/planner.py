@@ -103,10 +103,7 @@ def plan_echo(
             break
     if packs:
         _keep_what_is_slow(worth, cost_model)
-    told: set[int] = set()
-    readers = {index: path.path_readers() for index, path in paths.items() if path.path}
-    gates = gating.find_gates(view, readers, gating.steps_of(timeline))
-    return [_decide(paths[r.index], cost_model, gates, told) for r in regions]
+    return _decide_all(view, paths, cost_model, timeline)
 
 
 def plan_mirror(
@@ -126,10 +123,7 @@ def plan_mirror(
     paths = {r.index: _Path(view, residuals, r) for r in regions}
     for path in paths.values():
         path.take_all()
-    told: set[int] = set()
-    readers = {index: path.path_readers() for index, path in paths.items() if path.path}
-    gates = gating.find_gates(view, readers, gating.steps_of(timeline))
-    return [_decide(paths[r.index], cost_model, gates, told) for r in regions]
+    return _decide_all(view, paths, cost_model, timeline)
 
 
 def _keep_what_is_slow(paths: Sequence["_Path"], cost_model: CostModel) -> None:
@@ -400,6 +394,16 @@ def _keep(region: Region, reason: str, released: int = 0, kept: int = 0) -> Regi
     return RegionDecision(
         region.index, region.layer, len(region.nodes), False, released, kept, 0.0, reason
     )
+
+
+def _decide_all(
+    view: GraphView, paths: Mapping[int, _Path], cost_model: CostModel, timeline: Timeline
+) -> list[RegionDecision]:
+    """The decisions that solved paths, in order of their regions, amount to."""
+    told: set[int] = set()
+    readers = {index: path.path_readers() for index, path in paths.items() if path.path}
+    gates = gating.find_gates(view, readers, gating.steps_of(timeline))
+    return [_decide(path, cost_model, gates, told) for path in paths.values()]
 
 
 def _decide(

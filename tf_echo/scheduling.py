@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+from tf_echo import op_traits
 from tf_echo.gating import Delay, need_forward_values
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
@@ -18,8 +19,6 @@ _MIN_SUMMED_BYTES = 1 << 16
 """An AddN of fewer bytes in all is left alone."""
 _SUMMED = frozenset(("float16", "bfloat16", "float32", "float64"))
 _BLOCK = 8
-_DATA = frozenset((Kind.SOURCE, Kind.RANDOM, Kind.CONTROL_FLOW, Kind.UNKNOWN))
-"""Kinds of nodes that may make something of nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,7 +261,8 @@ def _activations(view: GraphView) -> frozenset[int]:
     found: set[int] = set()
     for node in view.nodes:
         if not node.backward and not _is_weight(view, node):
-            starts = view.kinds[node.id] in _DATA or not node.inputs
+            starts = view.kinds[node.id] is Kind.SOURCE or op_traits.may_make_data(node.op)
+            starts = starts or not node.inputs
             if starts or any(t in found for t in node.inputs):
                 found.update(node.outputs)
     return frozenset(found)
@@ -270,9 +270,8 @@ def _activations(view: GraphView) -> frozenset[int]:
 
 def _is_weight(view: GraphView, node: Node) -> bool:
     """Whether it is a constant or a variable, or reads one, or reads but a shape."""
-    reads = node.op in ("Const", "ReadVariableOp", "VarHandleOp")
     holds = any(view.tensors[t].dtype == "resource" for t in node.outputs)
-    return reads or holds or view.kinds[node.id] is Kind.METADATA
+    return holds or op_traits.is_weight(node.op)
 
 
 def _input_gradients(view: GraphView, node: Node, activations: frozenset[int]) -> list[int]:

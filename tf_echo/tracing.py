@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, loop_internals, scheduling, tf_internals
+from tf_echo import gating, loop_internals, op_traits, scheduling, tf_internals
 from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
@@ -162,13 +162,11 @@ def _made_of_weights(forward: Sequence[tf.Operation]) -> set[tf.Operation]:
     """
     found: set[tf.Operation] = set()
     for operation in forward:
-        reads = operation.type in ("Const", "ReadVariableOp", "VarHandleOp")
-        reads = reads or traits_of(operation.type).kind is Kind.METADATA
+        reads = op_traits.is_weight(operation.type)
         holds = any(t.dtype == tf.resource for t in operation.outputs)
         sources = [t.op for t in operation.inputs]
         derived = bool(sources) and all(source in found for source in sources)
-        draws = traits_of(operation.type).kind in (Kind.RANDOM, Kind.CONTROL_FLOW, Kind.UNKNOWN)
-        if reads or holds or (derived and not draws):
+        if reads or holds or (derived and not op_traits.may_make_data(operation.type)):
             found.add(operation)
     return found
 
