@@ -112,9 +112,9 @@ def test_grappler_merges_copies_that_wait_for_nothing(optimized_graphs, monkeypa
         ("batch_normalization_after_conv", "everything", "fixed"),
         pytest.param("layer_normalization", "echo", "open", marks=pytest.mark.slow),
         ("self_attention", "echo", "fixed"),
-        ("custom_gradients", "echo", "open"),
+        pytest.param("custom_gradients", "echo", "open", marks=pytest.mark.slow),
         pytest.param("lstm_in_a_loop", "echo", "open", marks=pytest.mark.slow),
-        ("layer_normalization", "everything", "open"),
+        pytest.param("layer_normalization", "everything", "open", marks=pytest.mark.slow),
     ],
 )
 def test_xla_trains_the_same(name, planner, batch, monkeypatch):

@@ -259,14 +259,14 @@ def exported_and_served(life: Life) -> Left:
 
 
 LIVES = [
-    best_weights_are_saved,
-    tensor_board_is_told,
     a_new_model_resumes_at_the_last_batch,
     the_same_model_goes_on_after_an_exception,
     fitted_again_with_other_batches,
     a_train_step_of_its_own,
 ]
 LONGER_LIVES = [
+    best_weights_are_saved,
+    tensor_board_is_told,
     a_model_is_saved_every_third_batch,
     training_stops_early,
     the_learning_rate_falls_on_a_plateau,

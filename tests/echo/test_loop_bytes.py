@@ -23,7 +23,7 @@ _RUNS = [
         ("open", "fixed")[number % 2],
         compiled,
         id=f"{case}-{'xla' if compiled else 'plain'}",
-        marks=[] if number % 14 == 3 else [pytest.mark.slow],
+        marks=[] if number % 28 == 3 else [pytest.mark.slow],
     )
     for number, case in enumerate(loop_models.CASES)
     for compiled in (False, True)

@@ -32,7 +32,7 @@ _COMPILED = [
     pytest.param(
         case.name,
         ("open", "fixed")[number % 2],
-        marks=[pytest.mark.slow] if number % 7 else [],
+        marks=[pytest.mark.slow] if number % 14 else [],
     )
     for number, case in enumerate(loop_models.CASES)
     if case.name not in loop_models.WITHOUT_XLA

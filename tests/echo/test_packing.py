@@ -268,7 +268,7 @@ def _trained(optimizer, activation="relu", dropout=0.0, open_batch=False, **comp
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu6", "leaky_relu"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "xla"]
 )

@@ -27,7 +27,10 @@ def _train(wrap, optimizer, mode="pipelined"):
     return model, layer
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adam")]
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", *_SLOW])
 def test_training_is_the_same_under_echo(optimizer):
     plain, plain_layer = _train(lambda inner: inner, optimizer)
     echo, echo_layer = _train(EchoOptimizer, optimizer)

@@ -138,11 +138,11 @@ kinds = pytest.mark.parametrize(
 @pytest.mark.filterwarnings("ignore:.*trained on plain ids")
 @kinds
 def test_some_random_walks(executor, replacement):
-    assert sum(_walk(seed, executor, replacement) for seed in range(8)) > 100
+    assert sum(_walk(seed, executor, replacement) for seed in range(3)) > 30
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*trained on plain ids")
 @kinds
 def test_many_random_walks(executor, replacement):
-    assert sum(_walk(seed, executor, replacement) for seed in range(8, 34)) > 300
+    assert sum(_walk(seed, executor, replacement) for seed in range(3, 34)) > 350
