@@ -43,7 +43,7 @@ SCRATCHPIPE_LAYERS = (
     ("pinned", "counting"),
     ("engine",),
     ("embedding",),
-    ("features", "pipeline"),
+    ("features", "pipeline", "monitor"),
     ("lookahead",),
     ("__init__",),
 )

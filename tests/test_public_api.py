@@ -17,8 +17,8 @@ NAMES = {
         verify
     """.split(),
     tf_scratchpipe: """
-        AbandonedError BadIdError CacheStats HazardError ScratchPipeEmbedding StallError
-        TooFewSlotsError count_ids lookahead
+        AbandonedError BadIdError CacheMonitor CacheStats HazardError ScratchPipeEmbedding
+        StallError TooFewSlotsError count_ids lookahead
     """.split(),
 }
 

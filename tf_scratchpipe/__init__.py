@@ -24,11 +24,13 @@ from tf_scratchpipe.errors import (
 )
 from tf_scratchpipe.invariants import HazardError
 from tf_scratchpipe.lookahead import lookahead
+from tf_scratchpipe.monitor import CacheMonitor
 from tf_scratchpipe.stats import CacheStats
 
 __all__ = [
     "AbandonedError",
     "BadIdError",
+    "CacheMonitor",
     "CacheStats",
     "HazardError",
     "ScratchPipeEmbedding",

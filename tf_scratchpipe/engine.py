@@ -23,6 +23,7 @@ from tf_scratchpipe.table import Binding, CachedTable, TrainedRows
 
 Mode = Literal["pipelined", "synchronous", "static", "host"]
 MODES = ("pipelined", "synchronous", "static", "host")
+CACHED_MODES = MODES[:2]
 
 _SLOT_KEY = "optimizer."
 

@@ -71,6 +71,21 @@ class CacheStats:
         self.bytes_to_device += plan.fill_ids.size * row_bytes
         self.bytes_to_host += plan.victim_ids.size * row_bytes
 
+    def since(self, before: "CacheStats") -> "CacheStats":
+        """What came after `before`; `held` and `slots` as they are now."""
+        counts = {
+            field.name: getattr(self, field.name) - getattr(before, field.name)
+            for field in dataclasses.fields(self)
+            if field.type is int
+        }
+        counts |= {"held": self.held, "slots": self.slots}
+        waits, earlier = self.wait_seconds, before.wait_seconds
+        return CacheStats(
+            **counts,
+            stage_seconds={k: s - before.stage_seconds[k] for k, s in self.stage_seconds.items()},
+            wait_seconds={k: s - earlier.get(k, 0.0) for k, s in waits.items()},
+        )
+
     def spent(self, stage: str, seconds: float) -> None:
         """Add time that a stage has worked."""
         self.stage_seconds[stage] += seconds
