@@ -254,7 +254,8 @@ class _Rewiring:
         self.originals.extend(node.outputs)
         self.regions.append(region)
         op = op or node.op
-        return self.builder.add(name, op, inputs, sizes, control, backward, node.workspace)
+        created = node.created if name == node.name else -1
+        return self.builder.add(name, op, inputs, sizes, control, backward, node.workspace, created)
 
     def _place(self, node: int) -> int:
         """The new place of a node.

@@ -67,6 +67,9 @@ class Node(NamedTuple):
     """Whether it is no ancestor of the loss."""
     workspace: Amount = NOTHING
     """What it needs while it runs besides its inputs and outputs."""
+    created: int = -1
+    """Its place in the order in which operations were created, where the view has another order; -1
+    for what rewriting adds last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +341,7 @@ class ViewBuilder:
         control_inputs: Iterable[int] = (),
         backward: bool = False,
         workspace: Amount = NOTHING,
+        created: int = -1,
     ) -> Node:
         """Appends a node; `outputs` holds (bytes, dtype, scales, known) each."""
         node_id, first = len(self.nodes), len(self.tensors)
@@ -345,7 +349,8 @@ class ViewBuilder:
             self.tensors.append(Tensor(first + index, node_id, index, *output))
         numbers = tuple(range(first, first + len(outputs)))
         control = tuple(control_inputs)
-        node = Node(node_id, name, op, tuple(inputs), numbers, control, backward, workspace)
+        read = tuple(inputs)
+        node = Node(node_id, name, op, read, numbers, control, backward, workspace, created)
         self.nodes.append(node)
         self._names[name] = node_id
         return node

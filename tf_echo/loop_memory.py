@@ -36,7 +36,7 @@ def resized(view: GraphView, memories: Mapping[int, LoopMemory]) -> GraphView:
     nodes, tensors = list(view.nodes), list(view.tensors)
     for place, memory in memories.items():
         loop = view.loops[place]
-        for number, nbytes in _tensor_sizes(loop, memory).items():
+        for number, nbytes in _tensor_sizes(view, loop, memory).items():
             tensors[number] = tensors[number]._replace(nbytes=nbytes)
         gradient = nodes[loop.backward]
         more = sorted(memory.reads.difference(gradient.inputs))
@@ -44,7 +44,7 @@ def resized(view: GraphView, memories: Mapping[int, LoopMemory]) -> GraphView:
     return dataclasses.replace(view, nodes=tuple(nodes), tensors=tuple(tensors))
 
 
-def _tensor_sizes(loop: Loop, memory: LoopMemory) -> dict[int, int]:
+def _tensor_sizes(view: GraphView, loop: Loop, memory: LoopMemory) -> dict[int, int]:
     """The sizes of the tensors that stand for what the loop keeps and needs, in bytes."""
     sizes: dict[int, int] = {}
     kept = Amount(loop.trips * memory.kept.scaling, loop.trips * memory.kept.fixed)
@@ -52,11 +52,32 @@ def _tensor_sizes(loop: Loop, memory: LoopMemory) -> dict[int, int]:
         kept = Amount(kept.total, 0)
     for tensors, found in (
         (loop.kept, kept),
-        (loop.forward_work, memory.forward_work),
-        (loop.backward_work, memory.backward_work),
+        (loop.forward_work, _besides_variables(view, loop, loop.forward, memory.forward_work)),
+        (loop.backward_work, _besides_variables(view, loop, loop.backward, memory.backward_work)),
     ):
         sizes.update(zip(tensors, found, strict=True))
     return sizes
+
+
+def _besides_variables(view: GraphView, loop: Loop, node: int, work: Amount) -> Amount:
+    """What an iteration needs besides the loop's results, and the inputs that nobody else reads:
+    they are its variables, which `work` counts before and after the iteration.
+    """
+    own = {*loop.kept, *loop.forward_work, *loop.backward_work}
+    same = {view.buffers[t] for t in loop.constants.values()}
+    variables = [
+        t
+        for t in view.nodes[node].inputs
+        if view.buffers[t] not in same
+        and not view.is_source(t)
+        and len(view.consumers[t]) == 1
+        and view.buffers[t] == t
+    ]
+    less = [0, 0]
+    for tensor in {*variables, *view.nodes[node].outputs} - own:
+        if view.tensors[tensor].dtype != "variant":
+            less[not view.tensors[tensor].scales] += view.tensors[tensor].nbytes
+    return Amount(max(work.scaling - less[0], 0), max(work.fixed - less[1], 0))
 
 
 def loop_memory(loop: Loop, body: GraphView, reread: bool = False) -> LoopMemory:

@@ -1,11 +1,11 @@
 """How much memory a train step needs, node by node.
 
-The model follows TensorFlow's executor with one thread: a node that becomes ready runs next (depth
-first), of several the one that was created first, as measured on graphs that Grappler has been
-over; cheap nodes such as views run at once. Every output is allocated when its node runs and freed
-when its last reader has run; an elementwise op writes its result over an input that nobody else
-will read; views share their input's memory; variables are resident, but an update that comes while
-somebody still holds an earlier read of the variable copies it first.
+The model follows TensorFlow's executor with one thread. Grappler sorts the graph breadth first; of
+the nodes that become ready together the last of that order runs first, and the others are put off
+until nothing newer is ready, but views and other cheap nodes run at once. Every output is allocated
+when its node runs and freed when its last reader has run; an elementwise op writes its result over
+an input that nobody else will read; views share their input's memory; variables are resident, but
+an update that comes while somebody still holds an earlier read of the variable copies it first.
 
 Workspace inside kernels is that of TensorFlow's CPU kernels, see `workspaces`. Known gaps: cuDNN's
 workspace is not modelled, nor what an allocator hands out beyond what is asked for.
@@ -13,7 +13,7 @@ workspace is not modelled, nor what an allocator hands out beyond what is asked 
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
@@ -55,7 +55,13 @@ class Timeline:
 
 
 _UPDATES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
-_IN_PLACE = frozenset(("Softmax", "LogSoftmax"))
+_WRITES_OVER_INPUT = {
+    "Softmax": 0,
+    "LogSoftmax": 0,
+    "SoftmaxCrossEntropyWithLogits": 1,
+    "SparseSoftmaxCrossEntropyWithLogits": 1,
+}
+"""Ops that are not elementwise, with the output that they write over an input that dies."""
 _CHEAP = frozenset((Kind.VIEW, Kind.SOURCE, Kind.METADATA))
 
 
@@ -129,8 +135,11 @@ class _Simulation:
     def _execute(self) -> Iterator[int]:
         nodes = self.view.nodes
         successors, pending = _edges(self.view)
+        rank = _ranks(successors, list(pending))
+        for found in successors:
+            found.sort(key=rank.__getitem__)
         cheap = [kind in _CHEAP for kind in self.view.kinds]
-        stack = [node.id for node in reversed(nodes) if not pending[node.id]]
+        stack = sorted((n.id for n in nodes if not pending[n.id]), key=rank.__getitem__)
         at_once: collections.deque[int] = collections.deque()
         while stack or at_once:
             current = at_once.popleft() if at_once else stack.pop()
@@ -141,7 +150,7 @@ class _Simulation:
                 pending[successor] -= 1
                 if not pending[successor]:
                     (at_once if cheap[successor] else ready).append(successor)
-            stack.extend(reversed(ready))
+            stack.extend(ready)
 
     def _run_node(self, node: Node) -> None:
         step = len(self.usage)
@@ -160,19 +169,20 @@ class _Simulation:
                 self._free(root, step)
 
     def _allocate(self, node: Node, step: int) -> None:
-        in_place = self.view.kinds[node.id] is Kind.ELEMENTWISE or node.op in _IN_PLACE
-        reused = self._dying_input(node) if in_place else None
-        for place, tensor in enumerate(node.outputs):
+        elementwise = self.view.kinds[node.id] is Kind.ELEMENTWISE
+        place = 0 if elementwise else _WRITES_OVER_INPUT.get(node.op, -1)
+        over = node.outputs[place] if 0 <= place < len(node.outputs) else None
+        reused = None if over is None else self._dying_input(node, over)
+        for tensor in node.outputs:
             self.born[tensor] = step
-            if place == 0 and reused is not None:
+            if tensor == over and reused is not None:
                 self.owned[reused] = False
                 self.died[reused] = step - 1
             else:
                 self.current += self.sizes[tensor]
 
-    def _dying_input(self, node: Node) -> int | None:
+    def _dying_input(self, node: Node, output: int) -> int | None:
         tensors = self.view.tensors
-        output = node.outputs[0]
         for tensor in node.inputs:
             root = self.roots[tensor]
             same = (
@@ -210,13 +220,43 @@ class _Simulation:
 
 
 def _edges(view: GraphView) -> tuple[list[list[int]], list[int]]:
-    """For each node the nodes that wait for it, and for how many it waits, one entry an edge."""
+    """For each node the nodes that wait for it, and for how many it waits, one entry an edge.
+
+    Grappler's passes leave them in this order: what leads further comes later, and of two that lead
+    as far the one created later comes first.
+    """
     successors: list[list[int]] = [[] for _ in view.nodes]
     pending = [0] * len(view.nodes)
-    for node in view.nodes:
+    added = len(view.nodes) + max((node.created for node in view.nodes), default=0)
+    created = [added + n.id if n.created < 0 else n.created for n in view.nodes]
+    height = _heights(view)
+    for node in sorted(view.nodes, key=lambda node: (height[node.id], -created[node.id])):
         sources = [view.tensors[t].node for t in node.inputs]
         sources.extend(node.control_inputs)
         for source in sources:
             successors[source].append(node.id)
         pending[node.id] = len(sources)
     return successors, pending
+
+
+def _ranks(successors: Sequence[Sequence[int]], pending: list[int]) -> list[int]:
+    """The place of each node in the optimized graph, which Grappler sorts breadth first."""
+    waiting = collections.deque(node for node, count in enumerate(pending) if not count)
+    ranks = [0] * len(pending)
+    for rank in range(len(pending)):
+        node = waiting.popleft()
+        ranks[node] = rank
+        for successor in successors[node]:
+            pending[successor] -= 1
+            if not pending[successor]:
+                waiting.append(successor)
+    return ranks
+
+
+def _heights(view: GraphView) -> list[int]:
+    """For each node how many nodes at most follow from it, one after the other."""
+    heights = [0] * len(view.nodes)
+    for node in reversed(view.nodes):
+        users = {c for t in node.outputs for c in view.consumers[t]}
+        heights[node.id] = 1 + max((heights[u] for u in users), default=0)
+    return heights

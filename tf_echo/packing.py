@@ -194,7 +194,14 @@ class _Packing:
                 control += sorted(self.builder.tensors[b].node for b in packed)
             sizes = [view.tensors[t][3:] for t in node.outputs]
             new = self.builder.add(
-                node.name, node.op, inputs, sizes, control, node.backward, node.workspace
+                node.name,
+                node.op,
+                inputs,
+                sizes,
+                control,
+                node.backward,
+                node.workspace,
+                node.created,
             )
             self.places[node.id] = new.id
             self.renamed.update(zip(node.outputs, new.outputs, strict=True))

@@ -223,9 +223,10 @@ def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]
     """Pairs (a node, another that is to wait for it) that let activations and copies die early.
 
     A weight gradient (it reads an activation) runs before the input gradient that reads the same
-    upstream gradient; were it the other way round, the activation would be held meanwhile. The
-    weight's update waits for that input gradient in turn, which still reads the weight: else the
-    weight would be copied. And the first weight gradient waits for what updates need, see
+    upstream gradient; were it the other way round, the activation would be held meanwhile. So does
+    the gradient of a bias, which would hold the upstream gradient. The weight's update waits for
+    that input gradient in turn, which still reads the weight: else the weight would be copied. And
+    the first weight gradient waits for what updates need, see
     `early_sources`.
 
     Args:
@@ -250,7 +251,24 @@ def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]
                 for user in users
                 if user > other and view.nodes[user].op != "IdentityN"
             ]
-    return pairs
+    return pairs + _biases_first(view, activations)
+
+
+def _biases_first(view: GraphView, activations: frozenset[int]) -> list[tuple[int, int]]:
+    """Pairs (the gradient of a bias, an input gradient that reads the same, perhaps reshaped)."""
+    readers: dict[int, list[int]] = {}
+    for node in view.nodes:
+        heavy = node.backward and view.kinds[node.id] is Kind.HEAVY
+        if heavy and activations.isdisjoint(node.inputs):
+            for root in {view.buffers[t] for t in node.inputs}:
+                readers.setdefault(root, []).append(node.id)
+    return [
+        (node.id, other)
+        for node in view.nodes
+        if node.op == "BiasAddGrad"
+        for other in readers.get(view.buffers[node.inputs[0]], ())
+        if other > node.id
+    ]
 
 
 def _activations(view: GraphView) -> frozenset[int]:

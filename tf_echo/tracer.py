@@ -123,13 +123,13 @@ class Tracer:
         made = self.builder.tensors[number]
         return self.operations[made.node].outputs[made.output_index]
 
-    def add(self, operation: tf.Operation, backward: bool) -> None:
-        """Adds an operation."""
+    def add(self, operation: tf.Operation, backward: bool, created: int = -1) -> None:
+        """Adds an operation; `created` as in `Node`."""
         inputs = [self.number(t) for t in operation.inputs]
         kind = operation.type
         if kind == "TensorListGetItem" and not self._is_constant(operation.inputs[0]):
             kind = "TensorListGetItem(changing)"
-        self._add(operation, kind, inputs, backward)
+        self._add(operation, kind, inputs, backward, created)
 
     def add_variable(self, operation: tf.Operation, after: Sequence[int], backward: bool) -> None:
         """Adds the placeholder of what changes from one iteration of a loop to the next.
@@ -154,7 +154,12 @@ class Tracer:
         self._carried = tuple((self.number(r), self.number(v)) for r, v in results)
 
     def _add(
-        self, operation: tf.Operation, kind: str, inputs: Sequence[int], backward: bool
+        self,
+        operation: tf.Operation,
+        kind: str,
+        inputs: Sequence[int],
+        backward: bool,
+        created: int = -1,
     ) -> None:
         nominal = self.backward_nominal if backward else self.nominal
         static = [static_shape(output) for output in operation.outputs]
@@ -177,7 +182,7 @@ class Tracer:
         if self._threads:
             read = [self._shapes[number] for number in inputs]
             workspace = workspaces.workspace(kind, read, shapes, self._threads)
-        node = self.builder.add(name, kind, inputs, sizes, control, backward, workspace)
+        node = self.builder.add(name, kind, inputs, sizes, control, backward, workspace, created)
         self._shapes += [*shapes, *[None] * extra]
         self._nodes[operation] = node.id
         self.operations.append(operation)

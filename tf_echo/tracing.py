@@ -7,7 +7,8 @@ rest that leads to the gradients or follows from them.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -42,7 +43,7 @@ def trace_step(
         The trace. Its time is linear in the number of operations.
     """
     graph = losses[-1].graph
-    forward = _ancestors([loss.op for loss in losses])
+    forward = _ancestors([loss.op for loss in losses], _ordered_by_effects(graph))
     roots = [loss.op for loss in losses]
     roots += [gradient.op for gradient in gradients]
     # Whatever has side effects runs, and updates may be linked through variables alone.
@@ -60,8 +61,9 @@ def trace_step(
     ordered = first + backward
     nominal = NominalShapes(batch_size or NOMINAL_BATCH_SIZE)
     tracer = Tracer(graph, nominal, nominal, loop_internals.gradient_loops(ordered))
+    created = {operation: place for place, operation in enumerate(graph.get_operations())}
     for operation in ordered:
-        tracer.add(operation, operation not in forward)
+        tracer.add(operation, operation not in forward, created[operation])
     name = f"{losses[-1].op.name}:{losses[-1].value_index}"
     seed = next((op for op in backward if op in behind_gradients and _is_gradient(op)), None)
     return _with_delays(tracer.finish(name, _weight_bytes(ordered), seed))
@@ -88,16 +90,47 @@ def depends_on_variables(loss: tf.Tensor) -> bool:
     return any(output.dtype == tf.resource for op in _ancestors([loss.op]) for output in op.outputs)
 
 
-def _ancestors(roots: Iterable[tf.Operation]) -> set[tf.Operation]:
+def _ancestors(
+    roots: Iterable[tf.Operation],
+    more: Mapping[tf.Operation, Sequence[tf.Operation]] = types.MappingProxyType({}),
+) -> set[tf.Operation]:
+    """What the roots depend on, by what they read and by `more`."""
     seen = set(roots)
     waiting = list(seen)
     while waiting:
         operation = waiting.pop()
-        for source in [t.op for t in operation.inputs] + list(operation.control_inputs):
+        read = [t.op for t in operation.inputs]
+        for source in (*read, *operation.control_inputs, *more.get(operation, ())):
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
     return seen
+
+
+def _ordered_by_effects(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
+    """What operations will have to wait for when TensorFlow finishes the function: those with
+    effects keep the order in which they were created. So a loop that works out gradients may be
+    something that the loss waits for.
+    """
+    found: dict[tf.Operation, list[tf.Operation]] = {}
+    written: dict[int, tf.Operation] = {}
+    read: dict[int, list[tf.Operation]] = {}
+    latest: list[tf.Operation] = []
+    for operation in graph.get_operations():
+        handles = [t for t in operation.inputs if t.dtype == tf.resource]
+        waits = [written[id(handle)] for handle in handles if id(handle) in written]
+        for handle in handles:
+            if loop_internals.only_reads(operation, handle):
+                read.setdefault(id(handle), []).append(operation)
+            else:
+                waits += read.pop(id(handle), [])
+                written[id(handle)] = operation
+        if operation.op_def.is_stateful and not handles:
+            waits += latest
+            latest = [operation]
+        if waits:
+            found[operation] = waits
+    return found
 
 
 def _forward_only(

@@ -1,5 +1,7 @@
 """Exact bytes of small steps."""
 
+import dataclasses
+
 import pytest
 
 from tf_echo.graph_view import parse_view
@@ -46,6 +48,12 @@ def peak_kib(text: str, scale: float = 1.0, weight_bytes: int = 0) -> float:
             "x = Placeholder [1KiB]\na = MatMul x x [8KiB]\nv = Reshape a x [8KiB]\n"
             "b = Exp a [8KiB]\nc = MatMul b v [1KiB]",
             1 + 17,
+        ),
+        (
+            "a loss writes the gradient over its logits",
+            "x = Placeholder [1KiB]\na = MatMul x x [8KiB]\n"
+            "b = SparseSoftmaxCrossEntropyWithLogits a x [1KiB, 8KiB]\nc = Mul b:1 b:1 [8KiB]",
+            1 + 8 + 8,
         ),
         (
             "all terms of a sum are there at once",
@@ -98,3 +106,45 @@ def test_the_timeline_names_what_is_live_at_the_peak():
     assert live == ["a", "b"]
     assert max(timeline.usage) == 10 * 1024
     assert timeline.resident_bytes == 1024
+
+
+def test_of_what_is_ready_the_deepest_runs_first_then_what_was_created_first():
+    view = parse_view("""
+        x = Placeholder [1KiB]
+        c1 = Exp x [1KiB]
+        c2 = Exp c1 [1KiB]
+        s = MatMul x x [1KiB]
+        flat1 = MatMul s s [1KiB]
+        flat2 = MatMul s s [1KiB]
+        deep = Mul s c2 [1KiB]
+    """)
+    ran = [view.nodes[number].name for number in simulate(view).order]
+    assert ran == ["x", "c1", "c2", "s", "deep", "flat1", "flat2"]
+
+
+def test_a_view_may_be_in_another_order_than_its_operations_were_created_in():
+    view = parse_view("""
+        x = Placeholder [1KiB]
+        first = Exp x [1KiB]
+        second = Exp x [1KiB]
+    """)
+    created = {"first": 2, "second": 1}
+    nodes = tuple(node._replace(created=created.get(node.name, 0)) for node in view.nodes)
+    timeline = simulate(dataclasses.replace(view, nodes=nodes))
+    assert [view.nodes[number].name for number in timeline.order] == ["x", "second", "first"]
+
+
+def test_a_gradient_that_nothing_else_needs_is_put_off():
+    view = parse_view("""
+        x = Placeholder [1KiB]
+        loss = MatMul x x [4B]
+        backward:
+        g = Mul loss x [1KiB]
+        db = BiasAddGrad g [4B]
+        dw = MatMul g x [4B]
+        dx = MatMul g x [1KiB]
+        dx2 = MatMul dx x [1KiB]
+        dx3 = MatMul dx2 x [1KiB]
+    """)
+    ran = [view.nodes[number].name for number in simulate(view).order]
+    assert ran == ["x", "loss", "g", "dx", "dx2", "dx3", "db", "dw"]

@@ -4,6 +4,7 @@ import functools
 import random
 
 import keras
+import numpy as np
 import pytest
 
 import tf_echo
@@ -287,3 +288,24 @@ def test_loops_are_recomputed_but_not_put_in_order(name):
     (loop,) = found.loops
     assert loop.recompute
     assert all((p.in_order, p.sums) == (False, ()) for p in (loop, *loop.loops))
+
+
+def test_a_loss_that_works_out_its_gradient_in_a_loop_of_its_own():
+    """TensorFlow makes what has effects wait for what had effects before."""
+
+    def trained(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+        x = keras.Input((12, 8))
+        h = keras.layers.Dense(8, activation="tanh")(x)
+        model = keras.Model(x, keras.layers.Dense(5)(h))
+        model.compile(optimizer, "ctc")
+        drawn = np.random.default_rng(1)
+        sounds, words = drawn.normal(size=(16, 12, 8)), drawn.integers(1, 5, (16, 4))
+        model.fit(sounds, words, batch_size=8, shuffle=False, verbose=0)
+        return model
+
+    keras.utils.set_random_seed(1)
+    expected = trained(keras.optimizers.SGD(0.1))
+    keras.utils.set_random_seed(1)
+    model = trained(tf_echo.EchoOptimizer(keras.optimizers.SGD(0.1), policy="mirror"))
+    assert model.optimizer.plan.recomputed
+    small.assert_equal(small.state(model), small.state(expected))

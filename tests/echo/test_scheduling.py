@@ -160,6 +160,30 @@ def test_noise_is_an_activation_though_it_is_made_of_nothing(op):
     assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [("dk", "dh")]
 
 
+@pytest.mark.parametrize("reshape", ["", "r = Reshape dy [1MiB]"], ids=["the same", "reshaped"])
+def test_the_gradient_of_a_bias_comes_before_what_reads_the_same_gradient(reshape):
+    read = "r" if reshape else "dy"
+    view = parse_view(f"""
+    v = VarHandleOp [0B resource fixed]
+    x = Placeholder [1MiB]
+    k = ReadVariableOp v [1KiB fixed]
+    h = MatMul x k [1MiB]
+    loss = Mean h [4B]
+    backward:
+    dy = Mul h loss [1MiB]
+    db = BiasAddGrad dy [1KiB fixed]
+    {reshape}
+    dk = MatMul h {read} [1KiB fixed]
+    dh = MatMul {read} k [1MiB]
+    loss: loss
+    """)
+    pairs = scheduling.put_offs(view, {})
+    assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [
+        ("dk", "dh"),
+        ("db", "dh"),
+    ]
+
+
 def test_a_sum_that_goes_on_with_another_is_built_up_too():
     """TensorFlow adds up gradients in groups of 128 MiB."""
 
