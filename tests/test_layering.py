@@ -32,7 +32,7 @@ ECHO_LAYERS = (
 )
 SCRATCHPIPE_LAYERS = (
     ("plan",),
-    ("codes", "executor", "hit_map", "hold_window", "host_table"),
+    ("codes", "executor", "hit_map", "hold_window", "host_table", "table_files"),
     ("errors", "replacement", "row_sampler"),
     ("planner",),
     ("invariants", "stats"),
@@ -42,6 +42,8 @@ SCRATCHPIPE_LAYERS = (
     ("lookup",),
     ("pinned", "counting"),
     ("engine",),
+    ("trained_state",),
+    ("layer_saving",),
     ("embedding",),
     ("features", "pipeline"),
     ("lookahead",),
@@ -55,7 +57,7 @@ WITHOUT_TENSORFLOW = {
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
-        invariants stats
+        invariants stats table_files
     """.split(),
 }
 

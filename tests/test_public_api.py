@@ -118,7 +118,7 @@ PLAIN = {
     """.split(),
     tf_scratchpipe: """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
-        invariants stats
+        invariants stats table_files
     """.split(),
 }
 

@@ -1,6 +1,7 @@
 """The layer that users see: Keras' side of an `Engine`."""
 
 import copy
+import pathlib
 import warnings
 import weakref
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tf_scratchpipe import keras_internals, pooling, tf_internals
+from tf_scratchpipe import keras_internals, layer_saving, pooling, tf_internals
 from tf_scratchpipe.codes import MAX_SLOTS
 from tf_scratchpipe.engine import MODES, Engine, Mode
 from tf_scratchpipe.errors import check_ids
@@ -24,6 +25,7 @@ from tf_scratchpipe.slot_group import SlotSettings
 from tf_scratchpipe.stats import CacheStats
 from tf_scratchpipe.storage import HOST_DEVICE
 from tf_scratchpipe.table_variable import TableVariable
+from tf_scratchpipe.trained_state import TrainedState
 
 
 @keras.saving.register_keras_serializable("tf_scratchpipe")
@@ -149,6 +151,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             self.input_dim, self.num_slots, self.replacement, self.mask_zero
         )
         self._warned = False
+        self._is_beside = False
         self._checked: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
     # ---- building -----------------------------------------------------------------------------
@@ -410,12 +413,22 @@ class ScratchPipeEmbedding(keras.layers.Layer):
     def save_own_variables(self, store: Any) -> None:
         """Save the table as it is trained, and its optimizer slots."""
         if self.built:
-            for key, values in self._engine.state().items():
-                store[key] = values
+            state = TrainedState(self._engine)
+            layer_saving.save_variables(state, self._engine.counters(), store)
+
+    def save_assets(self, dir_path: str) -> None:
+        """Save a large table with its optimizer slots, in a `.keras` archive."""
+        if self.built and layer_saving.goes_beside(state := TrainedState(self._engine)):
+            state.save(pathlib.Path(dir_path))
 
     def load_own_variables(self, store: Any) -> None:
         """Load a saved table and its optimizer slots, or the weight of a Keras embedding."""
-        state = {key: store[key][()] for key in store.keys()}  # noqa: SIM118 - all that it has.
+        self._is_beside = layer_saving.SIDECAR in store.keys()  # noqa: SIM118 - all that it has.
+        if self._is_beside:
+            if keras_internals.assets_archive() is None:
+                layer_saving.load_from_archive(TrainedState(self.engine), store, self.name)
+            return
+        state = {key: store[key][()] for key in store.keys()}  # noqa: SIM118
         if "table" not in state and "0" in state:
             state["table"] = state["0"]
         if "table" not in state:
@@ -423,6 +436,11 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 f"There is no table saved for layer '{self.name}'. Received: {sorted(state)}"
             )
         self.engine.load_state(state)
+
+    def load_assets(self, dir_path: str | None) -> None:
+        """Load a table from a `.keras` archive, if it was not among the variables."""
+        if self._is_beside:
+            TrainedState(self.engine).load(pathlib.Path(dir_path or ""))
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""
