@@ -32,7 +32,15 @@ ECHO_LAYERS = (
 )
 SCRATCHPIPE_LAYERS = (
     ("plan",),
-    ("codes", "executor", "hit_map", "hold_window", "host_table", "table_files"),
+    (
+        "codes",
+        "executor",
+        "hit_map",
+        "hold_window",
+        "host_table",
+        "table_files",
+        "checkpoint_directory",
+    ),
     ("errors", "replacement", "row_sampler"),
     ("planner",),
     ("invariants", "stats"),
@@ -45,6 +53,8 @@ SCRATCHPIPE_LAYERS = (
     ("trained_state",),
     ("layer_saving",),
     ("embedding",),
+    ("model_state", "repositioning"),
+    ("resume",),
     ("features", "pipeline"),
     ("lookahead",),
     ("__init__",),
@@ -57,7 +67,7 @@ WITHOUT_TENSORFLOW = {
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
-        invariants stats table_files
+        invariants stats table_files checkpoint_directory
     """.split(),
 }
 
