@@ -86,6 +86,8 @@ def lookahead(
         raise ValueError(
             f"`stall_seconds` must be positive or None. Received: stall_seconds={stall_seconds}"
         )
+    if resume is not None and not isinstance(resume, ResumeTraining):
+        raise TypeError(f"`resume` must be a ResumeTraining callback. Received: resume={resume!r}")
     settings = PipelineSettings(past, future, executor, stall_seconds)
 
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:

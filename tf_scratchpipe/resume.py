@@ -111,6 +111,7 @@ class ResumeTraining(keras.callbacks.Callback):
         self._epoch_logs: list[tuple[int, dict[str, float]]] = []
         self._is_same_pass = False
         self._unsaved = 0
+        self._is_saved = True
         self._to_skip = 0
         self._restored: DenseState | None = None
 
@@ -170,6 +171,7 @@ class ResumeTraining(keras.callbacks.Callback):
                 self.save()
         elif self._restored is not None and not self._to_skip:
             self._finish_restoring()
+            self.model.reset_metrics()  # At the end of training they were those of the last epoch.
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count, and save if it is time to."""
@@ -189,7 +191,7 @@ class ResumeTraining(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Remember the metrics of the epoch."""
         self._epoch_logs.append((epoch, _numbers(logs)))
-        self._unsaved = max(self._unsaved, 1)
+        self._is_saved = False
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the end."""
@@ -198,7 +200,7 @@ class ResumeTraining(keras.callbacks.Callback):
         keras_internals.start_at_epoch(self.model, None)
         if self.delete_checkpoint:
             self._checkpoints.delete()
-        elif self._unsaved:
+        elif not self._is_saved:
             self._position.epoch += 1
             self._position.calls = self._position.batches = 0
             self._position.stopped = bool(self.model.stop_training)
@@ -222,6 +224,7 @@ class ResumeTraining(keras.callbacks.Callback):
             }
             write_json(directory / _FILE, state, sync=True)
         self._unsaved = 0
+        self._is_saved = True
 
     # ---- restoring ----------------------------------------------------------------------------
 

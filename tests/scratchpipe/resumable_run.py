@@ -1,23 +1,18 @@
 """A training that can be killed, for `test_resume`.
 
-As a script it imports TensorFlow once, and forks for each line of its input: a job in JSON. A killed
-process costs no start of TensorFlow this way.
+As a script it imports TensorFlow once, and forks for each line of its input: a job in JSON. This way
+a killed process costs no start of TensorFlow.
 """
 
 import json
 import os
 import pathlib
-import random
 import signal
 import sys
 import threading
 import time
+import traceback
 from typing import Any
-
-for _threads in ("TF_NUM_INTEROP_THREADS", "TF_NUM_INTRAOP_THREADS"):
-    os.environ[_threads] = "1"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
 import keras
 import numpy as np
@@ -34,9 +29,7 @@ def model(optimizer: str = "adam", mode: str = "pipelined", **compiling: Any) ->
     """One table that follows the model's optimizer and one that has its own, and dropout."""
     settings = {"num_slots": 200, "combiner": "sum", "mode": mode}
     start = keras.initializers.RandomUniform(seed=3)
-    shared = ScratchPipeEmbedding(
-        ROWS, DIM, embeddings_initializer=start, name="items", **settings
-    )
+    shared = ScratchPipeEmbedding(ROWS, DIM, embeddings_initializer=start, name="items", **settings)
     own = ScratchPipeEmbedding(
         ROWS, 2 * DIM, optimizer="adagrad", initialize_by_row=True, name="users",
         embeddings_initializer=start, **settings,
@@ -135,17 +128,17 @@ def run(job: dict[str, Any]) -> None:
 def _serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
-        random.seed(0)
         child = os.fork()
         if not child:
             try:
                 run(job)
-            except BaseException as error:
-                print(repr(error), file=sys.stderr, flush=True)
+            except BaseException:
+                traceback.print_exc()
                 os._exit(1)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
