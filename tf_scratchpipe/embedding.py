@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tf_scratchpipe import keras_internals, layer_saving, pooling, tf_internals
+from tf_scratchpipe import keras_internals, layer_saving, pooling, tensor_state, tf_internals
 from tf_scratchpipe.codes import MAX_SLOTS
 from tf_scratchpipe.engine import MODES, Engine, Mode
 from tf_scratchpipe.errors import check_ids
@@ -198,6 +198,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             write=self._engine.set,
             update=self._update,
             touched=self._check_optimizers,
+            to_tensors=self._to_tensors,
+            from_tensors=self._from_tensors,
         )
         if self._row_optimizer is not None:
             self._engine.bind(self._row_optimizer, counts=False)
@@ -441,6 +443,12 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         """Load a table from a `.keras` archive, if it was not among the variables."""
         if self._is_beside:
             TrainedState(self.engine).load(pathlib.Path(dir_path or ""))
+
+    def _to_tensors(self) -> dict[str, tf.Tensor]:
+        return tensor_state.to_tensors(TrainedState(self._engine), self._engine.counters())
+
+    def _from_tensors(self, tensors: dict[str, tf.Tensor]) -> None:
+        tensor_state.load_tensors(TrainedState(self._engine), tensors)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""

@@ -1,6 +1,6 @@
 """A training that can be killed, for `test_resume`.
 
-As a script it imports TensorFlow once, and forks for each line of its input: a job in JSON. This way
+As a script it imports TensorFlow once, and forks for each line of its input, a job in JSON. So
 a killed process costs no start of TensorFlow.
 """
 
