@@ -51,7 +51,7 @@ SCRATCHPIPE_LAYERS = (
     ("pinned", "counting"),
     ("engine",),
     ("trained_state",),
-    ("layer_saving", "tensor_state"),
+    ("layer_saving", "tensor_state", "exported"),
     ("embedding",),
     ("model_state", "repositioning"),
     ("resume",),

@@ -11,10 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tf_scratchpipe import keras_internals, layer_saving, pooling, tensor_state, tf_internals
+from tf_scratchpipe import (
+    exported,
+    keras_internals,
+    layer_saving,
+    pooling,
+    tensor_state,
+    tf_internals,
+)
 from tf_scratchpipe.codes import MAX_SLOTS
 from tf_scratchpipe.engine import MODES, Engine, Mode
 from tf_scratchpipe.errors import check_ids
+from tf_scratchpipe.exported import ExportedTable
 from tf_scratchpipe.initial_rows import host_table
 from tf_scratchpipe.lookup import called
 from tf_scratchpipe.masks import Unmasked, unmasked
@@ -152,6 +160,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         )
         self._warned = False
         self._is_beside = False
+        self._exports: weakref.WeakKeyDictionary[Any, ExportedTable] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
     # ---- building -----------------------------------------------------------------------------
@@ -237,6 +246,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
     def _rows(self, ids: tf.Tensor, training: bool | None) -> tf.Tensor:
         lookup = self._engine.lookup
+        if (table := self._exported()) is not None:
+            return table.gather(ids)
         trap = tf.identity(self.embeddings.trap)
         # A model whose call has no `training` trains all the same, as all its layers do; and
         # with `training=True` and no tape, nothing is trained.
@@ -258,6 +269,15 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             return lookup.gather(index), gradient
 
         return trained(trap, index)
+
+    def _exported(self) -> ExportedTable | None:
+        """A copy of the table, if the call is traced on its way to a SavedModel."""
+        archive = None if tf.executing_eagerly() else keras_internals.export_archive()
+        if archive is None:
+            return None
+        if archive not in self._exports:
+            self._exports[archive] = ExportedTable(self._engine, self._engine.check)
+        return self._exports[archive]
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Where the ids are not 0, with `mask_zero=True` and no combiner."""
@@ -390,6 +410,43 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             ValueError: It has another shape.
         """
         self.engine.set(values)
+
+    def to_keras_embedding(self) -> keras.layers.Embedding:
+        """A `keras.layers.Embedding` with the table as trained so far.
+
+        ```python
+        plain = keras.models.clone_model(model, clone_function=lambda layer: (
+            layer.to_keras_embedding() if isinstance(layer, ScratchPipeEmbedding)
+            else layer.__class__.from_config(layer.get_config())))
+        ```
+
+        Raises:
+            ValueError: With a `combiner` or an `oov_id`, which that layer has not.
+        """
+        return exported.embedding(self.get_table(), self.get_config(), self.trainable)
+
+    @classmethod
+    def from_keras_embedding(
+        cls, layer: keras.layers.Embedding, num_slots: int | None = None, **kwargs: Any
+    ) -> "ScratchPipeEmbedding":
+        """A layer with the arguments and, if it is built, the table of a Keras layer.
+
+        ```python
+        items = ScratchPipeEmbedding.from_keras_embedding(model.get_layer("items"), 200_000)
+        ```
+
+        Args:
+            layer: The Keras layer.
+            num_slots: As of this class.
+            **kwargs: Other arguments of this class, which go before those of the layer.
+
+        Raises:
+            ValueError: The layer has a regularizer, a constraint or LoRA.
+        """
+        own = cls(**{**exported.arguments(layer), "num_slots": num_slots, **kwargs})
+        if layer.built:
+            own.set_table(layer.get_weights()[0])
+        return own
 
     def flush(self) -> None:
         """Write every cached row back to host memory. Nothing needs it before reading the table."""

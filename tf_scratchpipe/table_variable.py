@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_scratchpipe import keras_internals
 from tf_scratchpipe.plan import Rows
 
 
@@ -111,6 +112,10 @@ class TableVariable(keras.Variable):
         return f"<TableVariable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
+        if keras_internals.export_archive() is not None:
+            # The exported graph reads a copy of the table; of this nothing but the scalar goes in.
+            scalar: dict[str, tf.Tensor] = self._value._serialize_to_tensors()
+            return scalar
         return self._to_tensors()
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> dict[str, Any]:
