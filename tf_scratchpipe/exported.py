@@ -45,8 +45,8 @@ class ExportedTable:
         if self._check.oov_id is not None:
             known = tf.where(fine, known, tf.constant(self._check.oov_id, tf.int64))
             return tf.gather(self.variable, known)
-        message = (
-            f"Layer '{self._check.table}' got an id that it has no row for. Expected: whole "
+        message = (  # Without quotes, which TensorFlow would escape.
+            f"Layer {self._check.table} got an id that it has no row for. Expected: whole "
             f"numbers from 0 to {self._check.rows - 1}. Received, among others:"
         )
         wrong = tf.boolean_mask(ids, ~fine)
