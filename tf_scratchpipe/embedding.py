@@ -16,6 +16,7 @@ from tf_scratchpipe import (
     keras_internals,
     layer_saving,
     pooling,
+    table_files,
     tensor_state,
     tf_internals,
 )
@@ -499,7 +500,10 @@ class ScratchPipeEmbedding(keras.layers.Layer):
     def load_assets(self, dir_path: str | None) -> None:
         """Load a table from a `.keras` archive, if it was not among the variables."""
         if self._is_beside:
-            TrainedState(self.engine).load(pathlib.Path(dir_path or ""))
+            if dir_path is None:
+                path = pathlib.Path("assets", self.name)
+                raise table_files.damaged(path, "no such directory", "the table")
+            TrainedState(self.engine).load(pathlib.Path(dir_path))
 
     def _to_tensors(self) -> dict[str, tf.Tensor]:
         return tensor_state.to_tensors(TrainedState(self._engine), self._engine.counters())

@@ -70,7 +70,7 @@ class ResumeTraining(keras.callbacks.Callback):
     anew.
 
     Args:
-        directory: Where to keep the checkpoint.
+        directory: Where to keep the checkpoint: a local directory, for nothing else.
         save_freq: `"epoch"` saves after each epoch, an integer after that many batches.
         source: A function from the number of the epoch and the number of batches to leave out to
             a dataset with the rest of that epoch, before `lookahead`. With `steps_per_epoch`, all
@@ -180,6 +180,11 @@ class ResumeTraining(keras.callbacks.Callback):
             if not self._to_skip:
                 self._finish_restoring()
             return
+        if self._is_same_pass or self._position.data_pass < 0:
+            raise ValueError(
+                "ResumeTraining was passed to a `fit` on other data than those that it was given "
+                "to. Pass `data.apply(lookahead(model, resume=...))` to `fit`."
+            )
         added = batch + 1 - self._position.batches
         self._position.calls += 1
         self._position.batches += added

@@ -161,13 +161,13 @@ def _shuffled():
     return whole.shuffle(100, seed=5).batch(BATCH)
 
 
-def _fit(model, directory, data, interrupt=None, settings=None, callbacks=(), **fitting):
+def _fit(model, directory, data, interrupt=None, settings=None, before=(), after=(), **fitting):
     resume = ResumeTraining(directory, **{"save_freq": 2, **(settings or {})})
     train = data.apply(lookahead(model, resume=resume, executor="inline"))
     stop = [] if interrupt is None else [Interrupt(interrupt)]
     fitting = {"epochs": 2, "verbose": 0, **fitting}
     try:
-        return model.fit(train, callbacks=[*stop, *callbacks, resume], **fitting).history
+        return model.fit(train, callbacks=[*stop, *before, resume, *after], **fitting).history
     except KeyboardInterrupt:
         return None
 
@@ -204,12 +204,12 @@ CASES = {
     "validation": {"interrupt": 9, "fitting": {"validation_data": _data()}},
     "eagerly": {"interrupt": 9, "compiling": {"run_eagerly": True}},
 }
-SLOW = ["after_an_epoch", "before_the_first_save", "several_steps_at_a_time", "eagerly"]
+DEFAULT = ["shuffled_anew", "endless", "unknown_length_at_its_end"]
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES]
+    "case", [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES]
 )
 def test_an_interrupted_training_is_resumed(tmp_path, case):
     case = {"data": _data, "compiling": {}, "mode": "host", "fitting": {}, **CASES[case]}
@@ -250,19 +250,20 @@ def test_a_source_gives_the_rest_of_an_epoch(tmp_path):
     _assert_same(resumed, straight)
 
 
-def test_callbacks_that_change_the_learning_rate_change_it_once(tmp_path):
+@pytest.mark.parametrize("order", ["before", pytest.param("after", marks=pytest.mark.slow)])
+def test_callbacks_that_change_the_learning_rate_change_it_once(tmp_path, order):
     class Halved(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             self.model.optimizer.learning_rate = self.model.optimizer.learning_rate / 2
 
     def callbacks():
         by_epoch = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.75)
-        return [by_epoch, Halved()]
+        return {order: [by_epoch, Halved()]}
 
     straight, broken, resumed = _model("host"), _model("host"), _model("host")
-    _fit(straight, tmp_path / "straight", _data(), callbacks=callbacks())
-    _fit(broken, tmp_path / "cut", _data(), 9, callbacks=callbacks())
-    _fit(resumed, tmp_path / "cut", _data(), callbacks=callbacks())
+    _fit(straight, tmp_path / "straight", _data(), **callbacks())
+    _fit(broken, tmp_path / "cut", _data(), 9, **callbacks())
+    _fit(resumed, tmp_path / "cut", _data(), **callbacks())
     _assert_same(resumed, straight)
     assert float(resumed.optimizer.learning_rate) == pytest.approx(0.1 * (0.75 / 2) ** 2)
 
@@ -274,6 +275,7 @@ def test_a_finished_training_is_restored_and_not_repeated(tmp_path):
     _assert_same(resumed, straight)
 
 
+@pytest.mark.slow
 def test_more_epochs_continue_a_finished_training(tmp_path):
     straight, resumed = _model("host"), _model("host")
     expected = _fit(straight, tmp_path / "straight", _shuffled(), epochs=3)
@@ -284,7 +286,7 @@ def test_more_epochs_continue_a_finished_training(tmp_path):
 
 def test_a_training_that_was_stopped_early_stays_stopped(tmp_path):
     stopping = keras.callbacks.EarlyStopping("loss", mode="max", patience=1)  # It goes down.
-    first = _fit(_model("host"), tmp_path, _data(), callbacks=[stopping], epochs=5)
+    first = _fit(_model("host"), tmp_path, _data(), before=[stopping], epochs=5)
     assert len(first["loss"]) == 2
     assert _fit(_model("host"), tmp_path, _data(), epochs=5) == first
 
@@ -352,6 +354,13 @@ def test_a_callback_without_data_is_refused(tmp_path):
     model = _model("host")
     with pytest.raises(ValueError, match=r"Pass it to `lookahead\(model, resume=...\)`"):
         model.fit(_data(), callbacks=[ResumeTraining(tmp_path)], verbose=0)
+
+
+def test_a_fit_on_other_data_is_refused(tmp_path):
+    model, resume = _model("host"), ResumeTraining(tmp_path)
+    _data().apply(lookahead(model, resume=resume))
+    with pytest.raises(ValueError, match="`fit` on other data"):
+        model.fit(_data(), callbacks=[resume], verbose=0)
 
 
 @pytest.mark.parametrize("save_freq", [0, -1, True, "batch", 1.5])

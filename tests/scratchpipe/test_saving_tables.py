@@ -197,8 +197,15 @@ def _members(path):
         return {name.rpartition("/")[2]: archive.read(name) for name in archive.namelist()}
 
 
-@pytest.mark.parametrize("mode", [*MODES, "static"])
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(
+    ("own", "mode"),
+    [
+        (True, "pipelined"),
+        (False, "static"),
+        pytest.param(False, "pipelined", marks=pytest.mark.slow),
+        pytest.param(True, "host", marks=pytest.mark.slow),
+    ],
+)
 def test_a_table_beside_the_variables_is_loaded(tmp_path, beside, own, mode):
     hot = {"hot_ids": np.arange(40, 80)} if mode == "static" else {}
     model = _model(mode, "adam", own, **hot)
@@ -283,6 +290,10 @@ WRONG = {
     "no_slots": (lambda n, d: d if "accumulator" not in n else None, "accumulator.*no such file"),
     "no_table": (lambda n, d: d if n != "table.npy" else None, "table.npy.*no such file"),
     "no_list": (lambda n, d: d if n != "state.json" else None, "state.json.*no such file"),
+    "no_files": (
+        lambda n, d: None if n.endswith(".npy") or n == "state.json" else d,
+        "is not among the saved variables|is damaged",
+    ),
     "no_json": (lambda n, d: d[:-9] if n == "state.json" else d, "no JSON of ours"),
     "later": (
         lambda n, d: d.replace(b'"format": 1', b'"format": 2') if n == "state.json" else d,

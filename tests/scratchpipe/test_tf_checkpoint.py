@@ -68,7 +68,7 @@ def _assert_same(one, other):
         np.testing.assert_array_equal(values, theirs[key], err_msg=str(key))
 
 
-@pytest.fixture(scope="module", params=["followed", "own"])
+@pytest.fixture(scope="module", params=["own", pytest.param("followed", marks=pytest.mark.slow)])
 def trained(request, tmp_path_factory):
     """A model after 6 batches, its checkpoint, and the same after 12."""
     settings = {"own": "adagrad"} if request.param == "own" else {}
