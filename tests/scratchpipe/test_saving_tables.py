@@ -4,6 +4,7 @@ Keras, in the middle of training, and the layer's arguments.
 
 import copy
 import json
+import shutil
 import zipfile
 
 import keras
@@ -231,38 +232,30 @@ def test_small_tables_are_among_the_variables(tmp_path):
     assert "table.npy" not in _members(tmp_path / "model.keras")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_are_loaded_from_an_archive_with_the_table_beside(tmp_path, beside, mode):
-    model, other = _model("host", own=True), _model(mode, own=True)
-    _train(model, FIRST)
-    _train(other, SECOND)
-    model.save(tmp_path / "model.keras")
-    other.load_weights(tmp_path / "model.keras")
-    assert _state(other).keys() == _state(model).keys()
+def test_weights_are_loaded_from_an_archive_with_the_table_beside(archive):
+    model, other = keras.models.load_model(archive[0]), _model(own=True)
+    _train(other, SECOND)  # A cache full of other rows.
+    other.load_weights(archive[0])
     _assert_same(other, model)
 
 
-def test_weights_alone_have_the_table_among_them(tmp_path, beside):
-    model, loaded = _model("host", own=True), _model("host", own=True)
-    _train(model, FIRST)
+def test_weights_alone_have_the_table_among_them(tmp_path, beside, archive):
+    model, loaded = archive[1], _model("host", own=True)
     model.save_weights(tmp_path / "model.weights.h5")
     loaded.load_weights(tmp_path / "model.weights.h5")
     _assert_same(loaded, model)
 
 
-def test_an_unzipped_model_has_the_table_among_its_variables(tmp_path, beside):
+def test_an_unzipped_model_has_the_table_among_its_variables(tmp_path, beside, archive):
     # Keras loses the assets of those.
-    model = _model("host", own=True)
-    _train(model, FIRST)
+    model = archive[1]
     model.save(tmp_path / "model", zipped=False)
     loaded = keras.models.load_model(tmp_path / "model")
     _assert_same(loaded, model)
 
 
-def test_a_copied_model_has_the_table(beside):
-    model = _model("host", own=True)
-    _train(model, FIRST)
-    _assert_same(copy.deepcopy(model), model)
+def test_a_copied_model_has_the_table(beside, archive):
+    _assert_same(copy.deepcopy(archive[1]), archive[1])
 
 
 def test_rows_that_were_never_needed_take_no_memory_by_saving(tmp_path, beside):
@@ -306,34 +299,40 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_damaged_table_beside_the_variables_changes_nothing(tmp_path, beside, wrong):
-    change, message = WRONG[wrong]
-    saved, model = _model("host", own=True), _model("host", own=True)
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """A trained model with its table beside its variables, and another model."""
+    saved, other = _model("host", own=True), _model("host", own=True)
     _train(saved, FIRST)
-    _train(model, SECOND)
-    saved.save(tmp_path / "model.keras")
-    _rewritten(tmp_path / "model.keras", change)
+    _train(other, SECOND)
+    path = tmp_path_factory.mktemp("archive") / "model.keras"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_saving, "SIDECAR_BYTES", 0)
+        saved.save(path)
+    return path, other
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_damaged_table_beside_the_variables_changes_nothing(tmp_path, archive, wrong):
+    change, message = WRONG[wrong]
+    path, model = tmp_path / "model.keras", archive[1]
+    shutil.copy(archive[0], path)
+    _rewritten(path, change)
     before = _table(model).engine.state()
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        keras.models.load_model(tmp_path / "model.keras")
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        model.load_weights(tmp_path / "model.keras")
+    for load in (keras.models.load_model, model.load_weights):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            load(path)
     after = _table(model).engine.state()
     for key, values in before.items():
         np.testing.assert_array_equal(after[key], values, err_msg=key)
 
 
-def test_a_table_beside_the_variables_of_another_shape_changes_nothing(tmp_path, beside):
-    saved, model = _model("host", own=True, rows=ROWS + 1), _model("host", own=True)
-    _train(model, FIRST)
-    saved.save(tmp_path / "model.keras")
-    before = _table(model).engine.state()
-    with pytest.raises(ValueError, match=r"\(200, 4\).*Received: the saved.*\(201, 4\)"):
-        model.load_weights(tmp_path / "model.keras")
-    after = _table(model).engine.state()
-    for key, values in before.items():
-        np.testing.assert_array_equal(after[key], values, err_msg=key)
+def test_a_table_beside_the_variables_of_another_shape_changes_nothing(archive):
+    model = _model("host", own=True, rows=ROWS + 1)
+    before = _table(model).get_table()
+    with pytest.raises(ValueError, match=r"\(201, 4\).*Received: the saved.*\(200, 4\)"):
+        model.load_weights(archive[0])
+    np.testing.assert_array_equal(_table(model).get_table(), before)
 
 
 # ---- weights of keras.layers.Embedding --------------------------------------------------------
