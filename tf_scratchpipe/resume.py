@@ -163,6 +163,7 @@ class ResumeTraining(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Save, if the epoch before has ended, or go on with the restoration."""
         self._fill_history()
+        keras_internals.start_at_epoch(self.model, None)  # It has; another `fit` should not.
         if self._position.epoch != epoch:
             self._position.epoch = epoch
             self._position.calls = self._position.batches = 0

@@ -269,6 +269,46 @@ def test_callbacks_that_change_the_learning_rate_change_it_once(tmp_path, order)
     assert float(resumed.optimizer.learning_rate) == pytest.approx(0.1 * (0.75 / 2) ** 2)
 
 
+class Unbuilt(keras.Model):
+    """A model of two outputs that nobody has called yet."""
+
+    def __init__(self):
+        super().__init__()
+        start = keras.initializers.RandomUniform(seed=3)
+        self.table = ScratchPipeEmbedding(
+            ROWS, 4, combiner="sum", embeddings_initializer=start, mode="host", name="table"
+        )
+        self.heads = [keras.layers.Dense(1, kernel_initializer="ones") for _ in range(2)]
+
+    def call(self, ids):
+        rows = self.table(ids)
+        return {"a": self.heads[0](rows), "b": self.heads[1](rows)}
+
+
+def test_what_keras_builds_with_the_first_batch_is_restored(tmp_path):
+    def model():
+        made = Unbuilt()
+        metrics = {"a": [keras.metrics.AUC(name="auc")], "b": ["mae"]}
+        made.compile("adam", {"a": "mse", "b": "mae"}, metrics=metrics)
+        return made
+
+    labels = {"a": (TARGETS > 0.5).astype("float32"), "b": TARGETS}
+    data = tf.data.Dataset.from_tensor_slices((IDS, labels, TARGETS[:, 0])).batch(BATCH)
+
+    def fit(model, directory, *stop):
+        resume = ResumeTraining(directory, save_freq=2)
+        train = data.apply(lookahead({(): model.table}, resume=resume))
+        return model.fit(train, epochs=2, verbose=0, callbacks=[*stop, resume]).history
+
+    straight, broken, resumed = model(), model(), model()
+    expected = fit(straight, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, tmp_path / "cut", Interrupt(9))
+    assert fit(resumed, tmp_path / "cut") == expected
+    assert {"auc", "a_auc"} & set(expected)
+    _assert_same(resumed, straight)
+
+
 def test_a_finished_training_is_restored_and_not_repeated(tmp_path):
     straight, resumed = _model("host"), _model("host")
     history = _fit(straight, tmp_path, _data())

@@ -416,11 +416,22 @@ def test_slots_of_another_optimizer_are_left_alone():
     saved, model = _model(optimizer="adam", own=True), _model(optimizer="adagrad", own=True)
     fresh = _model("host", optimizer="adagrad", own=True)
     _train(saved, FIRST)
-    _table(model).load_own_variables(_table(saved).engine.state())
+    with pytest.warns(UserWarning, match="slots of layer 'table' were not loaded.*velocity"):
+        _table(model).load_own_variables(_table(saved).engine.state())
     fresh.set_weights([_table(saved).get_table(), *fresh.get_weights()[1:]])
     for each in (model, fresh):
         _train(each, SECOND)
     np.testing.assert_array_equal(_table(model).get_table(), _table(fresh).get_table())
+
+
+def test_slots_that_are_missing_are_reported():
+    model = _model("host", optimizer="adam", own=True)
+    state = _table(model).engine.state()
+    del state["optimizer.velocity"]
+    with pytest.warns(
+        UserWarning, match=r"Received: slots \['momentum'\]. Expected: \['momentum',"
+    ):
+        _table(model).load_own_variables(state)
 
 
 # ---- arguments --------------------------------------------------------------------------------
