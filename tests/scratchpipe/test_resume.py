@@ -285,6 +285,7 @@ class Unbuilt(keras.Model):
         return {"a": self.heads[0](rows), "b": self.heads[1](rows)}
 
 
+@pytest.mark.slow
 def test_what_keras_builds_with_the_first_batch_is_restored(tmp_path):
     def model():
         made = Unbuilt()
