@@ -32,7 +32,15 @@ ECHO_LAYERS = (
 )
 SCRATCHPIPE_LAYERS = (
     ("plan",),
-    ("codes", "executor", "hit_map", "hold_window", "host_table"),
+    (
+        "codes",
+        "executor",
+        "hit_map",
+        "hold_window",
+        "host_table",
+        "table_files",
+        "checkpoint_directory",
+    ),
     ("errors", "replacement", "row_sampler"),
     ("planner",),
     ("invariants", "stats"),
@@ -42,7 +50,11 @@ SCRATCHPIPE_LAYERS = (
     ("lookup",),
     ("pinned", "counting"),
     ("engine",),
+    ("trained_state",),
+    ("layer_saving", "tensor_state", "exported"),
     ("embedding",),
+    ("model_state", "repositioning"),
+    ("resume",),
     ("features", "pipeline", "monitor"),
     ("lookahead",),
     ("__init__",),
@@ -55,7 +67,7 @@ WITHOUT_TENSORFLOW = {
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
-        invariants stats
+        invariants stats table_files checkpoint_directory
     """.split(),
 }
 

@@ -17,7 +17,8 @@ NAMES = {
         verify
     """.split(),
     tf_scratchpipe: """
-        AbandonedError BadIdError CacheMonitor CacheStats HazardError ScratchPipeEmbedding
+        AbandonedError BadIdError CacheMonitor CacheStats HazardError ResumeTraining
+        ScratchPipeEmbedding
         StallError TooFewSlotsError count_ids lookahead
     """.split(),
 }
@@ -57,6 +58,7 @@ def _own_members(item: object) -> list[tuple[str, object]]:
         (tf_echo, "verify"),
         (tf_scratchpipe, "ScratchPipeEmbedding"),
         (tf_scratchpipe, "lookahead"),
+        (tf_scratchpipe, "ResumeTraining"),
         (tf_scratchpipe, "count_ids"),
     ],
 )
@@ -118,7 +120,7 @@ PLAIN = {
     """.split(),
     tf_scratchpipe: """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
-        invariants stats
+        invariants stats table_files checkpoint_directory
     """.split(),
 }
 

@@ -25,6 +25,7 @@ from tf_scratchpipe.errors import (
 from tf_scratchpipe.invariants import HazardError
 from tf_scratchpipe.lookahead import lookahead
 from tf_scratchpipe.monitor import CacheMonitor
+from tf_scratchpipe.resume import ResumeTraining
 from tf_scratchpipe.stats import CacheStats
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "CacheMonitor",
     "CacheStats",
     "HazardError",
+    "ResumeTraining",
     "ScratchPipeEmbedding",
     "StallError",
     "TooFewSlotsError",

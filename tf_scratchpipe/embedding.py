@@ -1,6 +1,7 @@
 """The layer that users see: Keras' side of an `Engine`."""
 
 import copy
+import pathlib
 import warnings
 import weakref
 from typing import Any
@@ -10,10 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tf_scratchpipe import keras_internals, pooling, tf_internals
+from tf_scratchpipe import (
+    exported,
+    keras_internals,
+    layer_saving,
+    pooling,
+    table_files,
+    tensor_state,
+    tf_internals,
+)
 from tf_scratchpipe.codes import MAX_SLOTS
 from tf_scratchpipe.engine import MODES, Engine, Mode
 from tf_scratchpipe.errors import check_ids
+from tf_scratchpipe.exported import ExportedTable
 from tf_scratchpipe.initial_rows import host_table
 from tf_scratchpipe.lookup import called
 from tf_scratchpipe.masks import Unmasked, unmasked
@@ -24,6 +34,7 @@ from tf_scratchpipe.slot_group import SlotSettings
 from tf_scratchpipe.stats import CacheStats
 from tf_scratchpipe.storage import HOST_DEVICE
 from tf_scratchpipe.table_variable import TableVariable
+from tf_scratchpipe.trained_state import TrainedState
 
 
 @keras.saving.register_keras_serializable("tf_scratchpipe")
@@ -149,6 +160,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             self.input_dim, self.num_slots, self.replacement, self.mask_zero
         )
         self._warned = False
+        self._is_beside = False
+        self._exports: weakref.WeakKeyDictionary[Any, ExportedTable] = weakref.WeakKeyDictionary()
         self._checked: weakref.WeakSet[keras.optimizers.Optimizer] = weakref.WeakSet()
 
     # ---- building -----------------------------------------------------------------------------
@@ -195,6 +208,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             write=self._engine.set,
             update=self._update,
             touched=self._check_optimizers,
+            to_tensors=self._to_tensors,
+            from_tensors=self._from_tensors,
         )
         if self._row_optimizer is not None:
             self._engine.bind(self._row_optimizer, counts=False)
@@ -232,6 +247,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
     def _rows(self, ids: tf.Tensor, training: bool | None) -> tf.Tensor:
         lookup = self._engine.lookup
+        if (table := self._exported()) is not None:
+            return table.gather(ids)
         trap = tf.identity(self.embeddings.trap)
         # A model whose call has no `training` trains all the same, as all its layers do; and
         # with `training=True` and no tape, nothing is trained.
@@ -253,6 +270,15 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             return lookup.gather(index), gradient
 
         return trained(trap, index)
+
+    def _exported(self) -> ExportedTable | None:
+        """A copy of the table, if the call is traced on its way to a SavedModel."""
+        archive = None if tf.executing_eagerly() else keras_internals.export_archive()
+        if archive is None:
+            return None
+        if archive not in self._exports:
+            self._exports[archive] = ExportedTable(self._engine, self._engine.check)
+        return self._exports[archive]
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         """Where the ids are not 0, with `mask_zero=True` and no combiner."""
@@ -386,6 +412,43 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         """
         self.engine.set(values)
 
+    def to_keras_embedding(self) -> keras.layers.Embedding:
+        """A `keras.layers.Embedding` with the table as trained so far.
+
+        ```python
+        plain = keras.models.clone_model(model, clone_function=lambda layer: (
+            layer.to_keras_embedding() if isinstance(layer, ScratchPipeEmbedding)
+            else layer.__class__.from_config(layer.get_config())))
+        ```
+
+        Raises:
+            ValueError: With a `combiner` or an `oov_id`, which that layer has not.
+        """
+        return exported.embedding(self.get_table(), self.get_config(), self.trainable)
+
+    @classmethod
+    def from_keras_embedding(
+        cls, layer: keras.layers.Embedding, num_slots: int | None = None, **kwargs: Any
+    ) -> "ScratchPipeEmbedding":
+        """A layer with the arguments and, if it is built, the table of a Keras layer.
+
+        ```python
+        items = ScratchPipeEmbedding.from_keras_embedding(model.get_layer("items"), 200_000)
+        ```
+
+        Args:
+            layer: The Keras layer.
+            num_slots: As of this class.
+            **kwargs: Other arguments of this class, which go before those of the layer.
+
+        Raises:
+            ValueError: The layer has a regularizer, a constraint or LoRA.
+        """
+        own = cls(**{**exported.arguments(layer), "num_slots": num_slots, **kwargs})
+        if layer.built:
+            own.set_table(layer.get_weights()[0])
+        return own
+
     def flush(self) -> None:
         """Write every cached row back to host memory. Nothing needs it before reading the table."""
         self.engine.flush()
@@ -410,12 +473,22 @@ class ScratchPipeEmbedding(keras.layers.Layer):
     def save_own_variables(self, store: Any) -> None:
         """Save the table as it is trained, and its optimizer slots."""
         if self.built:
-            for key, values in self._engine.state().items():
-                store[key] = values
+            state = TrainedState(self._engine)
+            layer_saving.save_variables(state, self._engine.counters(), store)
+
+    def save_assets(self, dir_path: str) -> None:
+        """Save a large table with its optimizer slots, in a `.keras` archive."""
+        if self.built and layer_saving.goes_beside(state := TrainedState(self._engine)):
+            state.save(pathlib.Path(dir_path))
 
     def load_own_variables(self, store: Any) -> None:
         """Load a saved table and its optimizer slots, or the weight of a Keras embedding."""
-        state = {key: store[key][()] for key in store.keys()}  # noqa: SIM118 - all that it has.
+        self._is_beside = layer_saving.SIDECAR in store.keys()  # noqa: SIM118 - all that it has.
+        if self._is_beside:
+            if keras_internals.assets_archive() is None:
+                layer_saving.load_from_archive(TrainedState(self.engine), store, self.name)
+            return
+        state = {key: store[key][()] for key in store.keys()}  # noqa: SIM118
         if "table" not in state and "0" in state:
             state["table"] = state["0"]
         if "table" not in state:
@@ -423,6 +496,20 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 f"There is no table saved for layer '{self.name}'. Received: {sorted(state)}"
             )
         self.engine.load_state(state)
+
+    def load_assets(self, dir_path: str | None) -> None:
+        """Load a table from a `.keras` archive, if it was not among the variables."""
+        if self._is_beside:
+            if dir_path is None:
+                path = pathlib.Path("assets", self.name)
+                raise table_files.damaged(path, "no such directory", "the table")
+            TrainedState(self.engine).load(pathlib.Path(dir_path))
+
+    def _to_tensors(self) -> dict[str, tf.Tensor]:
+        return tensor_state.to_tensors(TrainedState(self._engine), self._engine.counters())
+
+    def _from_tensors(self, tensors: dict[str, tf.Tensor]) -> None:
+        tensor_state.load_tensors(TrainedState(self._engine), tensors)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""

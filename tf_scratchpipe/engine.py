@@ -25,7 +25,8 @@ Mode = Literal["pipelined", "synchronous", "static", "host"]
 MODES = ("pipelined", "synchronous", "static", "host")
 CACHED_MODES = MODES[:2]
 
-_SLOT_KEY = "optimizer."
+SLOT_KEY = "optimizer."
+"""What the names of optimizer slots begin with in a state."""
 
 
 class Engine:
@@ -160,12 +161,21 @@ class Engine:
         """Everything that training has changed, as arrays."""
         state: dict[str, Any] = {"table": self.get()}
         for number, name in enumerate(self.rows.slot_names, start=1):
-            state[_SLOT_KEY + name] = self.get(number)
+            state[SLOT_KEY + name] = self.get(number)
         for name, values in self.rows.loaded_slots.items():
-            state.setdefault(_SLOT_KEY + name, values)
-        if self.rows.binding is not None and not self.rows.binding.counts:
-            state["iterations"] = self.rows.iterations.numpy()
-        return state
+            state.setdefault(SLOT_KEY + name, values)
+        return {**state, **self.counters()}
+
+    def counters(self) -> dict[str, Any]:
+        """The part of `state` that is not one value or more for each row."""
+        if self.rows.binding is None or self.rows.binding.counts:
+            return {}
+        return {"iterations": self.rows.iterations.numpy()}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Take over what `counters` returned."""
+        if "iterations" in counters:
+            self.rows.iterations.assign(int(counters["iterations"]))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned. Nothing changes if it does not fit.
@@ -175,9 +185,9 @@ class Engine:
         """
         table = self._checked(state.get("table"), "the saved table")
         slots = {
-            key.removeprefix(_SLOT_KEY): self._checked(values, f"the saved '{key}'")
+            key.removeprefix(SLOT_KEY): self._checked(values, f"the saved '{key}'")
             for key, values in state.items()
-            if key.startswith(_SLOT_KEY)
+            if key.startswith(SLOT_KEY)
         }
         self.set(table)
         names = self.rows.slot_names
@@ -186,8 +196,7 @@ class Engine:
                 self.set(slots[name], number)
         else:
             self.rows.load_slots(slots)
-        if "iterations" in state:
-            self.rows.iterations.assign(int(state["iterations"]))
+        self.load_counters(state)
 
     def _checked(self, values: Any, what: str) -> Rows:
         expected = (self.rows.rows, self.rows.dim)

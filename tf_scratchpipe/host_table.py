@@ -76,6 +76,28 @@ class HostTable:
             self._undrawn = None
             self._draw = None
 
+    def peek(self, start: int, stop: int) -> Rows:
+        """A copy of rows `start` to `stop`. Those drawn row by row take no memory by that."""
+        with self._lock:
+            if not self._lazy:
+                return np.array(self._storage()[start:stop])
+            ids = np.arange(start, stop)
+            assert self._draw is not None
+            if self._undrawn is None:
+                return np.asarray(self._draw(ids), self.dtype)
+            rows = np.array(self._storage()[start:stop])
+            new = np.flatnonzero(self._undrawn[start:stop])
+            rows[new] = self._draw(ids[new])
+            return rows
+
+    def blank(self) -> None:
+        """Take memory for all rows without drawing any; whoever does will `scatter` them all."""
+        with self._lock:
+            if self._values is None:
+                self._values = np.empty(self.shape, self.dtype)
+            self._undrawn = None
+            self._draw = None
+
     def release(self) -> None:
         """Free the memory; whoever does has the rows, and will `assign` them."""
         self._values = None

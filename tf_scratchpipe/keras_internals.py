@@ -2,6 +2,7 @@
 
 import sys
 import types
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,3 +73,63 @@ def functional(model: keras.Model) -> Any:
 def sublayers(layer: keras.Layer) -> Iterator[keras.Layer]:
     """The layer and all layers inside it. Missing: `model.layers` shows the first level only."""
     yield from layer._flatten_layers()
+
+
+def assets_archive() -> zipfile.ZipFile | None:
+    """The archive that takes or gives the assets of the model that is saved or loaded now.
+
+    None: its weights alone are. Missing: a layer that saves its variables is not told whether it
+    will be asked for assets, too, and those of an unzipped model are lost.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("_save_state", "_load_state"):
+            archive = getattr(frame.f_locals.get("assets_store"), "archive", None)
+            return archive if isinstance(archive, zipfile.ZipFile) else None
+        frame = frame.f_back
+    return None
+
+
+def archived_assets(store: Any) -> tuple[zipfile.ZipFile, str] | None:
+    """The archive that variables are read from, and where the same layer's assets are in it.
+
+    Missing: `model.load_weights("model.keras")` reads variables only.
+    """
+    archive = getattr(store, "archive", None)
+    if not isinstance(archive, zipfile.ZipFile):
+        return None
+    return archive, f"assets/{store._h5_entry_path}/"
+
+
+def h5_group(store: Any) -> Any:
+    """The h5py group behind a store of variables that is written; None if there is none.
+
+    Missing: a way to write a variable piece by piece. The store copies what it is given, twice.
+    """
+    if type(store).__name__ != "H5IOStore":
+        return None
+    if not store._h5_entry_initialized:
+        store._create_h5_group(store._h5_entry_path)
+    return store._h5_entry_group
+
+
+def export_archive() -> Any:
+    """The archive for which a model is being traced, on its way to a SavedModel; otherwise None.
+
+    Missing: a layer is not told that its call is traced to be exported.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "track_and_add_endpoint"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def start_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Have `fit`, which has begun, start at this epoch; None: at its `initial_epoch`.
+
+    Missing: a callback cannot say so. `keras.callbacks.BackupAndRestore` does the same.
+    """
+    model._initial_epoch = epoch

@@ -13,6 +13,7 @@ from tf_scratchpipe.executor import EXECUTORS
 from tf_scratchpipe.features import Path, Reading
 from tf_scratchpipe.pipeline import Feature, Feed, PipelineRun, PipelineSettings
 from tf_scratchpipe.planner import FUTURE, PAST
+from tf_scratchpipe.resume import ResumeTraining
 from tf_scratchpipe.slot_group import SlotGroup
 
 _POOL = 16
@@ -29,6 +30,7 @@ def lookahead(
     executor: Literal["thread", "inline"] = "thread",
     debug: bool = False,
     stall_seconds: float | None = 600.0,
+    resume: ResumeTraining | None = None,
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Bring the rows of each batch to the device before its step begins.
 
@@ -59,6 +61,8 @@ def lookahead(
             set before the train step is traced.
         stall_seconds: After so long a wait for the training, raise `StallError` instead of waiting
             on. None waits for ever.
+        resume: The callback of `fit` that finds the place in the data again where training was
+            interrupted.
 
     Returns:
         A function from dataset to dataset, for `dataset.apply`. Elements are `x`, `(x, y)` or
@@ -82,12 +86,16 @@ def lookahead(
         raise ValueError(
             f"`stall_seconds` must be positive or None. Received: stall_seconds={stall_seconds}"
         )
+    if resume is not None and not isinstance(resume, ResumeTraining):
+        raise TypeError(f"`resume` must be a ResumeTraining callback. Received: resume={resume!r}")
     settings = PipelineSettings(past, future, executor, stall_seconds)
 
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         model = layers if isinstance(layers, keras.Model) else None
         readings = features.found(model) if model is not None else features.told(layers)
-        return _Lookahead(dataset, model, readings, settings, debug).dataset()
+        if resume is not None:
+            resume.attach(dataset)
+        return _Lookahead(dataset, model, readings, settings, debug, resume).dataset()
 
     return apply
 
@@ -106,8 +114,10 @@ class _Lookahead:
         readings: Sequence[Reading],
         settings: PipelineSettings,
         debug: bool,
+        resume: ResumeTraining | None,
     ) -> None:
         self._source = source
+        self._resume = resume
         self._model = model
         self._settings = settings
         self._spec = source.element_spec
@@ -122,7 +132,7 @@ class _Lookahead:
 
     def dataset(self) -> tf.data.Dataset:
         """The dataset with planned ids."""
-        if not self._readings:
+        if not self._readings and self._resume is None:
             return self._source
         flat_spec = tuple(_flat(self._spec))
         signature = tuple(tf.TensorSpec(spec.shape, spec.dtype) for spec in flat_spec)
@@ -145,6 +155,10 @@ class _Lookahead:
     def _batches(self) -> Iterator[tuple[Any, ...]]:
         """One pass, as a generator."""
         self._follow_model_optimizer()
+        if not self._plans:
+            for components in self._components():
+                yield tuple(components)
+            return
         feeds = [shared.feed() for shared in self._plans]
         run = PipelineRun(self._components(), feeds, self._settings)
         try:
@@ -154,7 +168,8 @@ class _Lookahead:
             run.stop()
 
     def _components(self) -> Generator[list[tf.Tensor]]:
-        for element in self._source:
+        source = self._source if self._resume is None else self._resume.batches(self._source)
+        for element in source:
             yield _flat(element)
 
     def _inputs(self) -> Any:

@@ -73,15 +73,17 @@ class IdCheck:
     def in_graph(self, ids: tf.Tensor) -> tf.Tensor:
         """The same for a tensor. Python is called for wrong ids only."""
         with tf.device(HOST_DEVICE):
-            whole = ids if ids.dtype.is_integer else tf.math.floor(ids)
-            limit = tf.cast(min(self.rows, ids.dtype.max), ids.dtype)
-            fine = (ids >= 0) & (whole == ids)
-            fine &= (ids < limit) | (limit < self.rows)
             return tf.cond(
-                tf.reduce_all(fine),
+                tf.reduce_all(self.fine(ids)),
                 lambda: tf.cast(ids, tf.int64),
                 lambda: called(self, [ids], tf.int64, ids.shape),
             )
+
+    def fine(self, ids: tf.Tensor) -> tf.Tensor:
+        """Which ids have a row."""
+        whole = ids if ids.dtype.is_integer else tf.math.floor(ids)
+        limit = tf.cast(min(self.rows, ids.dtype.max), ids.dtype)
+        return (ids >= 0) & (whole == ids) & ((ids < limit) | (limit < self.rows))
 
 
 def called(

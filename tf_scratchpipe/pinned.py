@@ -6,13 +6,15 @@ rows that are looked up most on the device for good; all others are served by th
 the same formulas as in the cached modes, so all modes train to the same table.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import tensorflow as tf
 
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.plan import Ints, Rows
-from tf_scratchpipe.storage import HOST_DEVICE, Storage
+from tf_scratchpipe.storage import HOST_DEVICE, Storage, scattered
 from tf_scratchpipe.table import Binding, TrainedRows, coalesced
 
 
@@ -66,6 +68,11 @@ class PinnedTable(TrainedRows):
         for host in self.host:
             host.release()
 
+    @property
+    def filled(self) -> bool:
+        """Whether the rows are where they are trained, and not in `host`."""
+        return bool(self._filled)
+
     def save(self) -> None:
         """Copy the rows back into `host`."""
         if self._filled:
@@ -90,6 +97,36 @@ class PinnedTable(TrainedRows):
         self._cold.variables[number].assign(values)
         if self.hot_ids.size:
             self._hot.variables[number].assign(values[self.hot_ids])
+
+    def get_rows(self, start: int, stop: int) -> list[Rows]:
+        """Rows `start` to `stop` of the table and its optimizer slots."""
+        if not self._filled:
+            return [host.peek(start, stop) for host in self.host]
+        whole = [rows.numpy() for rows in self._cold.gather(np.arange(start, stop))]
+        slots = self._hot_between(start, stop)
+        if slots.size:
+            for rows, hot in zip(whole, self._hot.gather(slots), strict=True):
+                rows[self.hot_ids[slots] - start] = hot.numpy()
+        return whole
+
+    def set_rows(self, start: int, columns: Sequence[Rows]) -> None:
+        """Overwrite rows from `start` on: of the table, and of its first optimizer slots."""
+        ids = np.arange(start, start + len(columns[0]))
+        slots = self._hot_between(start, start + len(ids))
+        for number, rows in enumerate(columns):
+            if not self._filled:
+                self.host[number].scatter(ids, rows)
+                continue
+            with tf.device(HOST_DEVICE):
+                scattered(self._cold.variables[number], ids, rows)
+            if slots.size:
+                with tf.device(self._hot.device):
+                    hot = rows[self.hot_ids[slots] - start]
+                    scattered(self._hot.variables[number], slots, hot)
+
+    def _hot_between(self, start: int, stop: int) -> Ints:
+        """Slots of the hot rows among rows `start` to `stop`."""
+        return np.flatnonzero((self.hot_ids >= start) & (self.hot_ids < stop))
 
     def places(self, ids: tf.Tensor) -> tf.Tensor:
         """Where the rows are: below `hot_ids.size` on the device."""

@@ -376,6 +376,34 @@ class SlotGroup:
                 table.shadow.renew()
             self._version += 1
 
+    def get_rows(self, table: CachedTable, start: int, stop: int) -> list[Rows]:
+        """Rows `start` to `stop` of a table and its optimizer slots, as trained so far."""
+        with self.lock:
+            self.touched = time.monotonic()
+            whole = [host.peek(start, stop) for host in table.host]
+            slots = self._resident(np.arange(start, stop))
+            cached = np.flatnonzero(slots >= 0)
+            if cached.size:
+                for rows, values in zip(whole, table.storage.gather(slots[cached]), strict=True):
+                    rows[cached] = values.numpy()
+            return whole
+
+    def set_rows(self, table: CachedTable, start: int, columns: Sequence[Rows]) -> None:
+        """Overwrite rows from `start` on, on both sides: of the table, and of its first slots."""
+        with self.lock:
+            ids = np.arange(start, start + len(columns[0]))
+            for host, rows in zip(table.host, columns, strict=False):
+                host.scatter(ids, rows)
+            slots = self._resident(ids)
+            cached = np.flatnonzero(slots >= 0)
+            if cached.size:
+                stored = table.storage.gather(slots[cached])
+                stored[: len(columns)] = table.storage.to_device([r[cached] for r in columns])
+                table.storage.scatter(slots[cached], stored)
+            if table.shadow is not None:
+                table.shadow.renew()
+            self._version += 1
+
     def bind(self, table: CachedTable, binding: Binding) -> None:
         """Give a table an optimizer. Cached rows stay cached."""
         with self.lock:

@@ -1,6 +1,7 @@
 """One cached table: its rows on the host, its slots on the device, and how a step uses them."""
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -82,6 +83,13 @@ class TrainedRows:
 
     def load_slots(self, values: dict[str, Rows]) -> None:
         """Remember loaded optimizer slots until an optimizer is bound that has them."""
+        if values and self.binding is not None:
+            warnings.warn(
+                f"The optimizer slots of layer '{self.name}' were not loaded. Received: slots "
+                f"{sorted(values)}. Expected: {sorted(self.slot_names)}. Those that the layer has "
+                "stay as they are; its rows were loaded.",
+                stacklevel=2,
+            )
         self._loaded = {name: np.array(table, self.dtype) for name, table in values.items()}
 
     @property

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_scratchpipe import keras_internals
 from tf_scratchpipe.plan import Rows
 
 
@@ -33,6 +34,8 @@ class TableVariable(keras.Variable):
         write: Sets the whole table.
         update: Moves the rows by their gradients.
         touched: Called when Keras takes the variable up, to say whether it may.
+        to_tensors: Gives what tf.train.Checkpoint saves.
+        from_tensors: Takes it over.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class TableVariable(keras.Variable):
         write: Callable[[Rows], None],
         update: Callable[[tf.IndexedSlices], None],
         touched: Callable[[], object],
+        to_tensors: Callable[[], dict[str, tf.Tensor]],
+        from_tensors: Callable[[dict[str, tf.Tensor]], None],
     ) -> None:
         super().__init__("zeros", shape=shape, dtype=dtype, trainable=trainable, name=name)
         self.overwrite_with_gradient = True
@@ -53,6 +58,8 @@ class TableVariable(keras.Variable):
         self._write = write
         self._update = update
         self._touched = touched
+        self._to_tensors = to_tensors
+        self._from_tensors = from_tensors
 
     @property
     def trap(self) -> tf.Variable:
@@ -105,9 +112,21 @@ class TableVariable(keras.Variable):
         return f"<TableVariable path={self.path}, shape={self.shape}, dtype={self.dtype}>"
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        raise NotImplementedError(
-            f"Weight '{self.path}' stands for a table that tf.train.Checkpoint cannot see. Save "
-            "the model with `model.save(...)` or `model.save_weights(...)`."
+        if keras_internals.export_archive() is not None:
+            # The exported graph reads a copy of the table; of this nothing but the scalar goes in.
+            scalar: dict[str, tf.Tensor] = self._value._serialize_to_tensors()
+            return scalar
+        return self._to_tensors()
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> dict[str, Any]:
+        self._from_tensors(restored_tensors)
+        return {}
+
+    def _copy_trackable_to_cpu(self, object_map: Any) -> None:
+        # TensorFlow would skip what says that it is not implemented.
+        raise ValueError(
+            f"Weight '{self.path}' stands for a table that cannot be saved while it is trained. "
+            "Use tf.train.Checkpoint without asynchronous saving."
         )
 
     def _initialize_with_initializer(self, initializer: Any) -> None:

@@ -358,12 +358,6 @@ def test_the_weight_is_assigned_as_a_whole():
         layer.embeddings.assign(np.ones((ROWS, 1)))
 
 
-def test_tf_train_checkpoint_is_refused(tmp_path):
-    model = _model(_layer())
-    with pytest.raises(NotImplementedError, match=r"that tf.train.Checkpoint cannot see"):
-        tf.train.Checkpoint(model=model).save(str(tmp_path / "checkpoint"))
-
-
 class InALoop(keras.Model):
     """Looks the columns of a batch up in a loop."""
 

@@ -4,30 +4,33 @@ Keras, in the middle of training, and the layer's arguments.
 
 import copy
 import json
+import shutil
+import zipfile
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf_scratchpipe import ScratchPipeEmbedding, lookahead
+from tf_scratchpipe import ScratchPipeEmbedding, layer_saving, lookahead
 
 ROWS, DIM, BATCH, LOOKUPS, SLOTS = 200, 4, 8, 3, 60
 OPTIMIZERS = {"adagrad": keras.optimizers.Adagrad, "adam": keras.optimizers.Adam}
 MODES = ["pipelined", "host"]
 
 
-def _model(mode="pipelined", optimizer="adagrad", own=False, rows=ROWS, layer=None):
+def _model(mode="pipelined", optimizer="adagrad", own=False, rows=ROWS, layer=None, **settings):
     """Rows trained by the compiled optimizer, or by their own while the others have SGD."""
     layer = layer or ScratchPipeEmbedding(
         rows,
         DIM,
-        num_slots=SLOTS,
+        num_slots=None if mode == "static" else SLOTS,
         combiner="sum",
         optimizer=OPTIMIZERS[optimizer](0.05) if own else None,
         embeddings_initializer=keras.initializers.RandomUniform(seed=3),
         mode=mode,
         name="table",
+        **settings,
     )
     inputs = keras.Input((LOOKUPS,), dtype="int32", name="ids")
     kernel = keras.initializers.GlorotUniform(seed=1)
@@ -181,6 +184,157 @@ def test_model_checkpoints_are_taken_at_each_epoch(tmp_path):
         np.testing.assert_array_equal(_table(loaded).get_table(), _table(expected).get_table())
 
 
+# ---- tables beside the variables -------------------------------------------------------------
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """Tables of any size are files of their own in a `.keras` archive."""
+    monkeypatch.setattr(layer_saving, "SIDECAR_BYTES", 0)
+
+
+def _members(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name.rpartition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.mark.parametrize(
+    ("own", "mode"),
+    [
+        (True, "pipelined"),
+        (False, "static"),
+        pytest.param(False, "pipelined", marks=pytest.mark.slow),
+        pytest.param(True, "host", marks=pytest.mark.slow),
+    ],
+)
+def test_a_table_beside_the_variables_is_loaded(tmp_path, beside, own, mode):
+    hot = {"hot_ids": np.arange(40, 80)} if mode == "static" else {}
+    model = _model(mode, "adam", own, **hot)
+    _train(model, FIRST)
+    model.save(tmp_path / "model.keras")
+    assert "optimizer.velocity.npy" in _members(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for each in (loaded, model):
+        _train(each, SECOND)
+    _assert_same(loaded, model)
+
+
+def test_numpy_opens_a_table_beside_the_variables(tmp_path, beside):
+    model = _model("host")
+    model.save(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "model.keras") as archive:
+        table = np.load(archive.open("assets/layers/scratch_pipe_embedding/table.npy"))
+    np.testing.assert_array_equal(table, _table(model).get_table())
+
+
+def test_small_tables_are_among_the_variables(tmp_path):
+    _model("host").save(tmp_path / "model.keras")
+    assert "table.npy" not in _members(tmp_path / "model.keras")
+
+
+def test_weights_are_loaded_from_an_archive_with_the_table_beside(archive):
+    model, other = keras.models.load_model(archive[0]), _model(own=True)
+    _train(other, SECOND)  # A cache full of other rows.
+    other.load_weights(archive[0])
+    _assert_same(other, model)
+
+
+def test_weights_alone_have_the_table_among_them(tmp_path, beside, archive):
+    model, loaded = archive[1], _model("host", own=True)
+    model.save_weights(tmp_path / "model.weights.h5")
+    loaded.load_weights(tmp_path / "model.weights.h5")
+    _assert_same(loaded, model)
+
+
+def test_an_unzipped_model_has_the_table_among_its_variables(tmp_path, beside, archive):
+    # Keras loses the assets of those.
+    model = archive[1]
+    model.save(tmp_path / "model", zipped=False)
+    loaded = keras.models.load_model(tmp_path / "model")
+    _assert_same(loaded, model)
+
+
+def test_a_copied_model_has_the_table(beside, archive):
+    _assert_same(copy.deepcopy(archive[1]), archive[1])
+
+
+def test_rows_that_were_never_needed_take_no_memory_by_saving(tmp_path, beside):
+    layer = ScratchPipeEmbedding(ROWS, DIM, initialize_by_row=True, mode="host", name="table")
+    model = _model(layer=layer)
+    model.save(tmp_path / "model.keras")
+    assert layer.engine.rows.host[0]._values is None
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(_table(loaded).get_table(), layer.get_table())
+
+
+def _rewritten(path, change):
+    """The archive with some members changed or left out."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            if (new := change(name.rpartition("/")[2], data)) is not None:
+                archive.writestr(name, new)
+
+
+WRONG = {
+    "cut": (lambda n, d: d[:-4] if n == "table.npy" else d, "bytes. Expected"),
+    "changed": (lambda n, d: d[:-1] + b"x" if n == "table.npy" else d, "checksum"),
+    "no_slots": (lambda n, d: d if "accumulator" not in n else None, "accumulator.*no such file"),
+    "no_table": (lambda n, d: d if n != "table.npy" else None, "table.npy.*no such file"),
+    "no_list": (lambda n, d: d if n != "state.json" else None, "state.json.*no such file"),
+    "no_files": (
+        lambda n, d: None if n.endswith(".npy") or n == "state.json" else d,
+        "is not among the saved variables|is damaged",
+    ),
+    "no_json": (lambda n, d: d[:-9] if n == "state.json" else d, "no JSON of ours"),
+    "later": (
+        lambda n, d: d.replace(b'"format": 1', b'"format": 2') if n == "state.json" else d,
+        "written by another version",
+    ),
+    "dtype": (
+        lambda n, d: d.replace(b'"float32"', b'"float64"') if n == "state.json" else d,
+        "Received: the saved '.*', float64",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    """A trained model with its table beside its variables, and another model."""
+    saved, other = _model("host", own=True), _model("host", own=True)
+    _train(saved, FIRST)
+    _train(other, SECOND)
+    path = tmp_path_factory.mktemp("archive") / "model.keras"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_saving, "SIDECAR_BYTES", 0)
+        saved.save(path)
+    return path, other
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_damaged_table_beside_the_variables_changes_nothing(tmp_path, archive, wrong):
+    change, message = WRONG[wrong]
+    path, model = tmp_path / "model.keras", archive[1]
+    shutil.copy(archive[0], path)
+    _rewritten(path, change)
+    before = _table(model).engine.state()
+    for load in (keras.models.load_model, model.load_weights):
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            load(path)
+    after = _table(model).engine.state()
+    for key, values in before.items():
+        np.testing.assert_array_equal(after[key], values, err_msg=key)
+
+
+def test_a_table_beside_the_variables_of_another_shape_changes_nothing(archive):
+    model = _model("host", own=True, rows=ROWS + 1)
+    before = _table(model).get_table()
+    with pytest.raises(ValueError, match=r"\(201, 4\).*Received: the saved.*\(200, 4\)"):
+        model.load_weights(archive[0])
+    np.testing.assert_array_equal(_table(model).get_table(), before)
+
+
 # ---- weights of keras.layers.Embedding --------------------------------------------------------
 
 
@@ -262,11 +416,22 @@ def test_slots_of_another_optimizer_are_left_alone():
     saved, model = _model(optimizer="adam", own=True), _model(optimizer="adagrad", own=True)
     fresh = _model("host", optimizer="adagrad", own=True)
     _train(saved, FIRST)
-    _table(model).load_own_variables(_table(saved).engine.state())
+    with pytest.warns(UserWarning, match="slots of layer 'table' were not loaded.*velocity"):
+        _table(model).load_own_variables(_table(saved).engine.state())
     fresh.set_weights([_table(saved).get_table(), *fresh.get_weights()[1:]])
     for each in (model, fresh):
         _train(each, SECOND)
     np.testing.assert_array_equal(_table(model).get_table(), _table(fresh).get_table())
+
+
+def test_slots_that_are_missing_are_reported():
+    model = _model("host", optimizer="adam", own=True)
+    state = _table(model).engine.state()
+    del state["optimizer.velocity"]
+    with pytest.warns(
+        UserWarning, match=r"Received: slots \['momentum'\]. Expected: \['momentum',"
+    ):
+        _table(model).load_own_variables(state)
 
 
 # ---- arguments --------------------------------------------------------------------------------
