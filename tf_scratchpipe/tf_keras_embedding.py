@@ -1,82 +1,22 @@
 """The layer for tf_keras: tf_keras' side of the layer for Keras 3, which does the work."""
 
-import io
 from typing import Any
 
 import keras
-import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 import tf_keras
 
 from tf_scratchpipe import tf_keras_internals, tf_keras_optimizers
-from tf_scratchpipe.embedding import ScratchPipeEmbedding as KerasEmbedding
 from tf_scratchpipe.engine import Engine, Mode
-from tf_scratchpipe.initial_rows import LARGEST_WHOLE
 from tf_scratchpipe.masks import unmasked
 from tf_scratchpipe.plan import Rows
 from tf_scratchpipe.stats import CacheStats
-
-
-class Core(KerasEmbedding):
-    """A layer for Keras 3 that no Keras calls: another layer hands its tape and optimizer on.
-
-    Args:
-        weight: Gives what stands for the table in the other layer.
-        **settings: Arguments of the layer.
-    """
-
-    def __init__(self, weight: "_Weight", **settings: Any) -> None:
-        super().__init__(**settings)
-        self._weight = weight
-
-    def build(self, input_shape: Any = None) -> None:
-        """Create the table."""
-        super().build(input_shape)
-        self.embeddings = self._weight
-
-
-class _Weight:
-    """What a `Core` asks of its weight."""
-
-    def __init__(self) -> None:
-        self.variable: tf_keras_internals.StandIn | None = None
-
-    @property
-    def trap(self) -> tf.Tensor:
-        """The scalar that the tape holds on to."""
-        assert self.variable is not None
-        return self.variable.scalar()
-
-
-class _Parts:
-    """What a layer holds and tf_keras shall not find."""
-
-    def __init__(self, core: Core, optimizer: Any) -> None:
-        self.core = core
-        self.optimizer = optimizer
-
-
-class _State(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """A table and its optimizer slots in a TensorFlow checkpoint."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-
-    def serialize(self) -> bytes:
-        """All of it."""
-        file = io.BytesIO()
-        np.savez(file, **self._core.engine.state())
-        return file.getvalue()
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Take it over."""
-        with np.load(io.BytesIO(string_value), allow_pickle=False) as saved:
-            self._core.engine.load_state(dict(saved))
+from tf_scratchpipe.tf_keras_core import Core, Parts, TableState, Weight
 
 
 @tf_keras.saving.register_keras_serializable("tf_scratchpipe")
-class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
+class ScratchPipeEmbedding(tf_keras_internals.NotInSavedModel):
     """`tf_scratchpipe.ScratchPipeEmbedding` for models of tf_keras and TensorFlow Recommenders.
 
     ```python
@@ -93,11 +33,11 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
     Keras 3, whose description holds here too. The differences:
 
     - The rows move in `optimizer.apply_gradients`. The optimizer is any of `tf_keras.optimizers`
-      that has a row optimizer of the same class, or with `optimizer` given, any of them; a `legacy`
-      one is refused. Its `clipnorm`, `clipvalue` and `global_clipnorm` clip the gradients of rows as
-      those of `tf_keras.layers.Embedding`: before the gradients of equal ids are added up.
+      that has a row optimizer of the same class; with `optimizer` given, any of them. A `legacy`
+      one is refused. Its `clipnorm`, `clipvalue` and `global_clipnorm` clip the gradients of rows
+      as those of `tf_keras.layers.Embedding`: before the gradients of equal ids are added up.
     - tf_keras moves all rows in a step with momentum and with Adam; here rows that a batch does not
-      look up rest. With SGD and Adagrad there is no difference.
+      look up rest. With SGD and Adagrad the result is that of `tf_keras.layers.Embedding`.
     - Saved are table and optimizer slots in `.keras`, `.weights.h5` and TensorFlow's checkpoints,
       the table alone in `.h5`. `model.save` as a SavedModel is refused: serve a model with
       `layer.to_embedding()` in the place of the layer.
@@ -156,18 +96,14 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
         self.embeddings_initializer = _initializer(embeddings_initializer)
         optimizer = _row_optimizer(optimizer)
         own = isinstance(optimizer, tf_keras_internals.OPTIMIZERS)
-        by_row = initialize_by_row
-        if by_row is None and isinstance(input_dim, int) and isinstance(output_dim, int):
-            by_row = input_dim * output_dim > LARGEST_WHOLE
         core = Core(
-            _Weight(),
+            Weight(),
             input_dim=input_dim,
             output_dim=output_dim,
             num_slots=num_slots,
             combiner=combiner,
             optimizer=tf_keras_optimizers.twin(optimizer, of_model=False) if own else optimizer,
-            embeddings_initializer=_in_keras(self.embeddings_initializer) if by_row
-            else self.embeddings_initializer,
+            embeddings_initializer=self.embeddings_initializer,
             mode=mode,
             replacement=replacement,
             mask_zero=mask_zero,
@@ -180,8 +116,10 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
             trainable=self.trainable,
             **refused,
         )
-        self._parts = _Parts(core, optimizer)
-        self._state = _State(core)
+        self._parts = Parts(core, optimizer)
+        self._state = TableState(core)
+        if core.draws_by_row:
+            core.embeddings_initializer = _in_keras(self.embeddings_initializer)
         self.input_dim, self.output_dim = core.input_dim, core.output_dim
         self.supports_masking = core.mask_zero
 
@@ -213,7 +151,7 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
         self.core.embeddings.variable = self.embeddings
         super().build(input_shape)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
+    @tf.autograph.experimental.do_not_convert
     def call(self, inputs: Any, weights: Any = None, training: bool | None = None) -> Any:
         """Look rows up."""
         self._refuse_surroundings()
@@ -256,8 +194,8 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
         if not isinstance(gradient, tf.IndexedSlices):
             raise TypeError(
                 f"Gradients of layer '{self.name}' must reach the optimizer as tf.IndexedSlices. "
-                f"Received: {gradient!r}. Leave this gradient as the tape returns it, or change its "
-                "`values` only."
+                f"Received: {gradient!r}. Leave this gradient as the tape returns it, or change "
+                "its `values` only."
             )
         self.follow(optimizer)
         # Keras 3 would tell its layer by which optimizer; here that is settled.
@@ -270,14 +208,12 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
             optimizer: An optimizer of `tf_keras.optimizers`.
         """
         tf_keras_optimizers.refuse(self.name, [optimizer])
-        if self._parts.optimizer is None:
-            bound = self.core.row_optimizer()
-            if bound is None or not tf_keras_optimizers.is_twin(bound, optimizer):
-                self.core.follow(tf_keras_optimizers.twin(optimizer, of_model=True))
+        if self._parts.optimizer is None and self.row_optimizer() is not optimizer:
+            self.core.follow(tf_keras_optimizers.twin(optimizer, of_model=True))
 
     def row_optimizer(self) -> Any:
-        """The optimizer that moves the rows, once it is known, as one of Keras 3."""
-        return self.core.row_optimizer()
+        """The optimizer that moves the rows, once it is known."""
+        return tf_keras_optimizers.original(self.core.row_optimizer())
 
     # ---- the table ----------------------------------------------------------------------------
 
@@ -339,15 +275,6 @@ class ScratchPipeEmbedding(tf_keras.layers.Layer):  # type: ignore[misc]
     def load_own_variables(self, store: Any) -> None:
         """Load a saved table and its optimizer slots, or the weight of an embedding."""
         self.core.load_own_variables(store)
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        if save_type == "savedmodel":
-            raise ValueError(
-                f"Layer '{self.name}' cannot be saved in a SavedModel: its rows are found by Python "
-                "code. Save the model as '.keras', or its weights; to serve it, call it with "
-                "`layer.to_embedding()` in the place of the layer."
-            )
-        return super()._trackable_children(save_type, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""

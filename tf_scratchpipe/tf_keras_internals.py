@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 import tf_keras
@@ -15,7 +16,7 @@ from tf_scratchpipe.plan import Rows
 OPTIMIZERS = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
 
 
-class StandIn(resource_variable_ops.ResourceVariable):  # type: ignore[misc]
+class StandIn(resource_variable_ops.ResourceVariable):
     """A weight that stands for a table. Its own value is a scalar for the tape to hold on to.
 
     Missing: any variable of one's own making that a tape and tf_keras accept. What tf_keras does to
@@ -62,6 +63,13 @@ class StandIn(resource_variable_ops.ResourceVariable):  # type: ignore[misc]
         caller = sys._getframe(1).f_globals.get("__name__", "")
         made = hasattr(self, "_table_shape")
         return self._table_shape if made and not _is_optimizer_code(caller) else self._shape
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """The scalar's. An optimizer that takes it would move the scalar in an op of its own."""
+        if _is_optimizer_code(sys._getframe(1).f_globals.get("__name__", "")):
+            self._check(applying_optimizers())
+        return self._handle
 
     @property
     def _unique_id(self) -> Any:
@@ -150,6 +158,19 @@ def learning_rate_at(optimizer: Any, step: Any) -> tf.Tensor:
     return tf.convert_to_tensor(rate)
 
 
+def count_steps_with(twin: keras.optimizers.Optimizer, optimizer: Any) -> None:
+    """Have an optimizer of Keras 3 show the steps that one of tf_keras counts.
+
+    Missing: `iterations` of Keras 3 cannot be set.
+    """
+    twin._iterations = optimizer.iterations
+
+
+def rate_of(optimizer: Any) -> Any:
+    """What gives an optimizer's learning rate. Missing: `learning_rate` is its value."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
 class _Split:
     """An optimizer's own way to move weights, with stand-ins taken out.
 
@@ -182,8 +203,8 @@ class _Undecayed:
 def _split_updates(optimizer: Any) -> None:
     """Have an optimizer leave stand-ins to their layers, from here on.
 
-    Missing: a weight that says how it is moved. `update_step` could be overridden in public, but XLA
-    compiles it on a GPU, which a row's update cannot be.
+    Missing: a weight that says how it is moved. `update_step` could be overridden in public, but
+    XLA compiles it on a GPU, which a row's update cannot be.
     """
     if not isinstance(optimizer._internal_apply_gradients, _Split):
         optimizer._internal_apply_gradients = _Split(optimizer)
@@ -234,6 +255,23 @@ def readers_of(tensor: Any) -> list[Any]:
     ]
 
 
-def is_input(tensor: Any) -> bool:
-    """Whether a symbolic tensor is an input. Missing: as above."""
-    return isinstance(tensor._keras_history.layer, tf_keras.layers.InputLayer)
+def input_name(tensor: Any) -> str | None:
+    """The name of the input that a symbolic tensor is; None if it is none. Missing: as above."""
+    layer = tensor._keras_history.layer
+    return str(layer.name) if isinstance(layer, tf_keras.layers.InputLayer) else None
+
+
+# ---- saving -----------------------------------------------------------------------------------
+
+
+class NotInSavedModel(tf_keras.layers.Layer):
+    """A layer that cannot be saved in a SavedModel. Missing: a layer is not asked."""
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type == "savedmodel":
+            raise ValueError(
+                f"Layer '{self.name}' cannot be saved in a SavedModel: its rows are found by "
+                "Python code. Save the model as '.keras', or its weights; to serve it, call it "
+                "with `layer.to_embedding()` in the place of the layer."
+            )
+        return super()._trackable_children(save_type, **kwargs)

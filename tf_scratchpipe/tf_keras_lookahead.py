@@ -118,9 +118,8 @@ def _found(model: Any, spec: Any) -> Layers:
         if readers:
             _refuse_others(tensor, readers, within)
             found[path] = readers
-    missing = [
-        layer for layer in layers if not any(layer is one for part in found.values() for one in part)
-    ]
+    served = [layer for readers in found.values() for layer in readers]
+    missing = [layer for layer in layers if not any(layer is one for one in served)]
     if missing:
         names = ", ".join(f"'{layer.name}'" for layer in missing)
         raise ValueError(
@@ -136,28 +135,28 @@ def _inputs(model: Any, spec: Any) -> Iterator[tuple[Path, Any]]:
         yield from (((key,), tensor) for key, tensor in model.input.items())
         return
     for number, tensor in enumerate(model.inputs):
-        name = tensor._keras_history.layer.name
         if isinstance(inputs, Mapping):
-            yield (name,), tensor
+            yield (str(tf_keras_internals.input_name(tensor)),), tensor
         else:
             yield (number,) if isinstance(inputs, list | tuple) else (), tensor
 
 
 def _refuse_others(tensor: Any, ours: Sequence[Any], within: set[int] | None) -> None:
     """Raise if an input's codes would be rounded, or be read by anybody who does not know them."""
-    if not tf_keras_internals.is_input(tensor):
+    name = tf_keras_internals.input_name(tensor)
+    if name is None:
         return
     if not tensor.dtype.is_integer:
         raise ValueError(
             f"Layer '{ours[0].name}' gets planned ids through dtype '{tensor.dtype.name}', which "
-            f"would round them. Received: input '{tensor.name}'. Declare it as "
-            f'tf_keras.Input(..., dtype="int32", name="{tensor.name}").'
+            f"would round them. Received: input '{name}'. Declare it as "
+            f'tf_keras.Input(..., dtype="int32", name="{name}").'
         )
     for node in tf_keras_internals.readers_of(tensor):
         known = any(node.layer is layer for layer in ours)
         if not known and (within is None or id(node) in within):
             raise ValueError(
-                f"'{node.layer.name}' reads input '{tensor.name}', whose ids `lookahead` replaces "
+                f"'{node.layer.name}' reads input '{name}', whose ids `lookahead` replaces "
                 f"by slots for layer '{ours[0].name}'. Give it a copy of the feature under another "
                 "name, or look all of it up with ScratchPipeEmbedding layers that share the "
                 "feature."

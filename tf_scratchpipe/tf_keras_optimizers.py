@@ -7,6 +7,9 @@ momentum of SGD and the moments of Adam in all rows at every step, and goes on m
 row that a batch does not look up rests (the *lazy* variant). With SGD without momentum and with
 Adagrad both are the same.
 
+RMSprop of tf_keras multiplies by `rsqrt(x)`, that of Keras 3 divides by `sqrt(x)`: there is a
+difference in the last bit.
+
 The `legacy` optimizers of tf_keras have other formulas (Adagrad divides by `sqrt(accumulator) +
 epsilon`) in fused ops of their own, and are refused.
 """
@@ -14,6 +17,7 @@ epsilon`) in fused ops of their own, and are refused.
 from typing import Any
 
 import keras
+import tensorflow as tf
 import tf_keras
 
 from tf_scratchpipe import tf_keras_internals
@@ -25,7 +29,7 @@ _CARRIED_OUT = ("clipnorm", "clipvalue", "global_clipnorm")
 """Settings of a model's optimizer that it has carried out when a gradient reaches a weight."""
 
 
-class LiveRate(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+class LiveRate(keras.optimizers.schedules.LearningRateSchedule):
     """The learning rate of a tf_keras optimizer, whatever it is at a step.
 
     Args:
@@ -54,7 +58,7 @@ def twin(optimizer: Any, of_model: bool) -> keras.optimizers.Optimizer:
     Raises:
         ValueError: Rows cannot be trained by it.
     """
-    kind = getattr(keras.optimizers, type(optimizer).__name__, None)
+    kind: Any = getattr(keras.optimizers, type(optimizer).__name__, None)
     ours = type(optimizer).__module__.startswith("tf_keras.")
     if kind is None or not ours or isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
         row_optimizer(optimizer)  # Says which ones there are.
@@ -64,17 +68,18 @@ def twin(optimizer: Any, of_model: bool) -> keras.optimizers.Optimizer:
             f"'{type(optimizer).__name__}'. Leave this setting out."
         )
     left_out = (*_UNKNOWN, *_CARRIED_OUT) if of_model else _UNKNOWN
-    config = {k: v for k, v in optimizer.get_config().items() if k not in left_out}
-    made = kind(**{**config, "learning_rate": LiveRate(optimizer)})
+    with tf.init_scope():  # The config holds the learning rate's value.
+        config = {k: v for k, v in optimizer.get_config().items() if k not in left_out}
+        made = kind(**{**config, "learning_rate": LiveRate(optimizer)})
     if of_model:
-        made._iterations = optimizer.iterations  # Read only: tf_keras counts them.
+        tf_keras_internals.count_steps_with(made, optimizer)
     return made
 
 
-def is_twin(made: keras.optimizers.Optimizer, optimizer: Any) -> bool:
-    """Whether it was made of this tf_keras optimizer."""
-    rate = made._learning_rate
-    return isinstance(rate, LiveRate) and rate.optimizer is optimizer
+def original(optimizer: Any) -> Any:
+    """The tf_keras optimizer that a twin was made of; any other optimizer itself."""
+    rate = tf_keras_internals.rate_of(optimizer)
+    return rate.optimizer if isinstance(rate, LiveRate) else optimizer
 
 
 def refuse(layer: str, optimizers: list[Any]) -> None:
