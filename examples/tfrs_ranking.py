@@ -12,7 +12,7 @@ batches, first with `tf.keras.layers.Embedding` and then with `ScratchPipeEmbedd
     pip install "tf-echo-scratchpipe[tfrs]"
     pip install --no-deps recbole==1.2.1                    # ships MovieLens-100K
     python examples/tfrs_ranking.py
-    python examples/tfrs_ranking.py --epochs 1 --slots 300
+    python examples/tfrs_ranking.py --epochs 1 --slots 400 --only tasks.Retrieval
     python examples/tfrs_ranking.py --data my/ml-100k       # the same files from elsewhere
 
 The default run takes about two minutes on two CPU cores, where a cache has nothing to win: it shows
@@ -204,24 +204,27 @@ class Recipe:
     rate: float
 
 
+NAMES = ("tasks.Ranking", "tasks.Retrieval", "models.Ranking")
+
+
 def recipes(data: recommend_movies.Data) -> dict[str, Recipe]:
     mean, genres = float(data.train[1]["rating"].mean()), data.sizes["genres"]
-    return {
-        "tasks.Ranking": Recipe(
+    found = (
+        Recipe(
             lambda tables: StarsModel(tables, mean),
             lambda features, targets: (features, targets),
             lambda model: dict(model.tables),
             "rmse",
             0.1,
         ),
-        "tasks.Retrieval": Recipe(
+        Recipe(
             TwoTowers,
             lambda features, targets: (features, targets),
             lambda model: dict(model.tables),
             "factorized_top_k/top_100_categorical_accuracy",
             0.1,
         ),
-        "models.Ranking": Recipe(
+        Recipe(
             make_dlrm,
             lambda features, targets: (grouped(features, genres), targets["liked"][:, 0]),
             lambda model: {
@@ -230,7 +233,8 @@ def recipes(data: recommend_movies.Data) -> dict[str, Recipe]:
             "auc",
             0.3,
         ),
-    }
+    )
+    return dict(zip(NAMES, found, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +282,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--slots", type=int, default=640, help="rows on the device per table (default: 640)")
     add("--width", type=int, default=16, help="values in a row (default: 16)")
     add("--seed", type=int, default=0, help="(default: 0)")
+    add("--only", choices=NAMES, help="one of the models (default: all)")
     args = parser.parse_args(argv)
     try:
         args.data = recommend_movies.find_data(args.data)
@@ -298,6 +303,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     print(f"{'':16}{'':46}" + "".join(f"{name:>13}" for name in headings))
     found = {}
     for name, recipe in recipes(data).items():
+        if args.only not in (None, name):
+            continue
         plain, cached = (train(recipe, data, args, slots) for slots in (None, args.slots))
         hits = np.mean([stats.train_hit_rate for stats in cached.caches.values()])
         evictions = sum(stats.evictions for stats in cached.caches.values())
