@@ -36,6 +36,8 @@ class Core(ScratchPipeEmbedding):
         **settings: Arguments of the layer.
     """
 
+    _lookahead = "tf_scratchpipe.for_tf_keras.lookahead(layers, model=model)"
+
     def __init__(self, weight: Weight, **settings: Any) -> None:
         super().__init__(**settings)
         self._weight = weight

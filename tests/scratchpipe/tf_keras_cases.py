@@ -484,6 +484,11 @@ def test_lookahead_refuses(layers, text):
         data.apply(lookahead(layers()))
 
 
+def test_training_on_plain_ids_is_warned_of():
+    with pytest.warns(UserWarning, match=r"for_tf_keras.lookahead\(layers, model=model\)"):
+        _train(layer=_layer())
+
+
 def test_lookahead_follows_a_functional_model_with_several_inputs():
     inputs = {key: K.Input((2,), dtype="int32", name=key) for key in ("seen", "next")}
     tables = {key: ScratchPipeEmbedding(ROWS, 2, name=f"{key}_table") for key in inputs}
