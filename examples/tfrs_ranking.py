@@ -15,8 +15,8 @@ batches, first with `tf.keras.layers.Embedding` and then with `ScratchPipeEmbedd
     python examples/tfrs_ranking.py --epochs 1 --slots 400 --only tasks.Retrieval
     python examples/tfrs_ranking.py --data my/ml-100k       # the same files from elsewhere
 
-The default run takes about two minutes on two CPU cores, where a cache has nothing to win: it shows
-that the results agree, not that they come faster.
+The default run takes two or three minutes on two CPU cores, where a cache has nothing to win: it
+shows that the results agree, not that they come faster.
 """
 
 import os
