@@ -58,6 +58,11 @@ SCRATCHPIPE_LAYERS = (
     ("features", "pipeline", "monitor"),
     ("lookahead",),
     ("__init__",),
+    ("tf_keras_internals",),
+    ("tf_keras_core", "tf_keras_optimizers"),
+    ("tf_keras_embedding",),
+    ("tf_keras_lookahead",),
+    ("for_tf_keras",),
 )
 LAYERS = {"tf_echo": ECHO_LAYERS, "tf_scratchpipe": SCRATCHPIPE_LAYERS}
 WITHOUT_TENSORFLOW = {
@@ -149,18 +154,34 @@ def test_the_packages_never_import_each_other(package, other):
     assert {n: i for n, p in _modules(package).items() if (i := _imports_package(p, other))} == {}
 
 
-PRIVATE = ("tensorflow.python", "tensorflow.core", "tensorflow.compiler", "keras.src", "tf_keras")
+PRIVATE = (
+    "tensorflow.python",
+    "tensorflow.core",
+    "tensorflow.compiler",
+    "keras.src",
+    "tf_keras.src",
+)
 
 
 @pytest.mark.parametrize("package", ["tf_echo", "tf_scratchpipe"])
 def test_private_parts_of_tensorflow_are_imported_where_their_names_say_so(package):
-    internals = {"tf_internals", "loop_internals"}
+    internals = {"tf_internals", "loop_internals", "tf_keras_internals"}
     others = {name: path for name, path in _modules(package).items() if name not in internals}
     private = {
         name: sorted(i for i in _imports(path) if i.startswith(PRIVATE))
         for name, path in others.items()
     }
     assert {name: found for name, found in private.items() if found} == {}
+
+
+@pytest.mark.parametrize("package", ["tf_echo", "tf_scratchpipe"])
+def test_tf_keras_is_imported_by_its_own_binding_only(package):
+    importers = {name for name, p in _modules(package).items() if _imports_package(p, "tf_keras")}
+    binding = {name for name in _modules(package) if "tf_keras" in name}
+    assert importers <= binding
+    # And the package does not import that: it is there without tf_keras.
+    others = {name: path for name, path in _modules(package).items() if name not in binding}
+    assert {n: i for n, p in others.items() if (i := _own_imports(package, p) & binding)} == {}
 
 
 def test_no_package_imports_tests():

@@ -8,8 +8,9 @@ import types
 import numpy as np
 import pytest
 
+from tests import made_up_movies
+
 PATH = pathlib.Path(__file__).parent.parent / "examples" / "recommend_movies.py"
-USERS, MOVIES, RATINGS = 60, 90, 1500
 
 
 @pytest.fixture(scope="module")
@@ -23,35 +24,7 @@ def example() -> types.ModuleType:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    rng = np.random.default_rng(0)
-    folder = tmp_path_factory.mktemp("ml-100k")
-
-    def write(name, heading, rows):
-        lines = ["\t".join(heading.split()), *("\t".join(map(str, row)) for row in rows)]
-        (folder / f"ml-100k.{name}").write_text("\n".join(lines) + "\n")
-
-    write(
-        "inter",
-        "user_id:token item_id:token rating:float timestamp:float",
-        [
-            (rng.integers(1, USERS + 1), rng.integers(1, MOVIES + 1), rng.integers(1, 6), 1000 + n)
-            for n in range(RATINGS)
-        ],
-    )
-    write(
-        "user",
-        "user_id:token age:token gender:token occupation:token zip_code:token",
-        [(n + 1, 20 + n % 40, "MF"[n % 2], "writer", f"{n:05}") for n in range(USERS)],
-    )
-    write(
-        "item",
-        "item_id:token movie_title:token_seq release_year:token class:token_seq",
-        [
-            (n + 1, f"Movie {n}", 1980 + n % 20, "Comedy Drama"[: 6 + n % 2 * 6])
-            for n in range(MOVIES)
-        ],
-    )
-    return folder
+    return made_up_movies.write(tmp_path_factory.mktemp("ml-100k"))
 
 
 def test_both_tables_learn_the_same(example, folder, capsys):

@@ -384,13 +384,16 @@ class ScratchPipeEmbedding(keras.layers.Layer):
                 "the layer, or use `lookahead(model)` with the compiled model."
             )
 
+    _lookahead = "tf_scratchpipe.lookahead(model)"
+    """What to say of it."""
+
     def _on_plain(self) -> None:
         if self.mode == "pipelined" and not self._warned:
             self._warned = True
             warnings.warn(
                 f"Layer '{self.name}' is trained on plain ids: each step waits for its rows to be "
                 "brought to the device. Pass the training data through "
-                "`dataset.apply(tf_scratchpipe.lookahead(model))` to have them there before, or "
+                f"`dataset.apply({self._lookahead})` to have them there before, or "
                 "mode='synchronous' if this is what you want.",
                 stacklevel=2,
             )
