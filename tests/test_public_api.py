@@ -17,8 +17,8 @@ NAMES = {
         verify
     """.split(),
     tf_scratchpipe: """
-        AbandonedError BadIdError CacheStats HazardError ScratchPipeEmbedding StallError
-        TooFewSlotsError count_ids lookahead
+        AbandonedError BadIdError CacheStats HazardError RowwiseAdagrad ScratchPipeEmbedding
+        StallError TooFewSlotsError count_ids lookahead
     """.split(),
 }
 
@@ -55,6 +55,7 @@ def _own_members(item: object) -> list[tuple[str, object]]:
         (tf_echo, "explain"),
         (tf_echo, "report"),
         (tf_echo, "verify"),
+        (tf_scratchpipe, "RowwiseAdagrad"),
         (tf_scratchpipe, "ScratchPipeEmbedding"),
         (tf_scratchpipe, "lookahead"),
         (tf_scratchpipe, "count_ids"),

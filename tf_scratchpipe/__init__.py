@@ -24,6 +24,7 @@ from tf_scratchpipe.errors import (
 )
 from tf_scratchpipe.invariants import HazardError
 from tf_scratchpipe.lookahead import lookahead
+from tf_scratchpipe.rowwise_adagrad import RowwiseAdagrad
 from tf_scratchpipe.stats import CacheStats
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "BadIdError",
     "CacheStats",
     "HazardError",
+    "RowwiseAdagrad",
     "ScratchPipeEmbedding",
     "StallError",
     "TooFewSlotsError",

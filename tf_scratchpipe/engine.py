@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tf_scratchpipe import keras_internals
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.lookup import CachedLookup, IdCheck, Lookup
 from tf_scratchpipe.pinned import PinnedLookup, PinnedTable
@@ -25,6 +26,7 @@ Mode = Literal["pipelined", "synchronous", "static", "host"]
 MODES = ("pipelined", "synchronous", "static", "host")
 
 _SLOT_KEY = "optimizer."
+_WAITING_KEY = "waiting."
 
 
 class Engine:
@@ -122,13 +124,34 @@ class Engine:
                 self._group.bind(self.table, binding)
             else:
                 self.rows.set_binding(binding)
+            self.accumulate(keras_internals.period(optimizer))
+
+    def accumulate(self, period: int) -> None:
+        """Have gradients of so many steps applied together.
+
+        Raises:
+            ValueError: Batches have been planned with slots for another number of steps.
+        """
+        if period == self.rows.period:
+            return
+        if period > 1 and self._group is not None and self._group.run is not None:
+            raise ValueError(
+                f"Layer '{self.rows.name}' learns in the middle of a pass of `lookahead` that "
+                f"gradients are accumulated. Received: gradient_accumulation_steps={period}. Pass "
+                "the compiled model to `lookahead`, or set `gradient_accumulation_steps` of the "
+                "layer's own optimizer as well."
+            )
+        self.rows.period = period
+        if period == 1:
+            self.rows.pending.drop()
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Have the rows moved as this optimizer of the model says, which may wrap another."""
-        while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
-            optimizer = optimizer.inner_optimizer
+        optimizer = keras_internals.innermost(optimizer)
         if self.optimizer is not optimizer:
             self.bind(optimizer, counts=True)
+        else:
+            self.accumulate(keras_internals.period(optimizer))
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -149,7 +172,7 @@ class Engine:
         Raises:
             ValueError: The values have another shape.
         """
-        rows = self._checked(values, "values")
+        rows = self._checked(values, "values", self.rows.widths[number])
         if isinstance(self.rows, PinnedTable):
             self.rows.set(rows, number)
         else:
@@ -164,7 +187,39 @@ class Engine:
             state.setdefault(_SLOT_KEY + name, values)
         if self.rows.binding is not None and not self.rows.binding.counts:
             state["iterations"] = self.rows.iterations.numpy()
+        state.update(self._waiting())
         return state
+
+    def _waiting(self) -> dict[str, Any]:
+        """Gradients that wait for their step, with their rows' ids."""
+        pending = self.rows.pending
+        if pending.parked is not None:
+            ids, gradients, steps = pending.parked
+        elif pending.steps:
+            gradients, steps = pending.gradients(), pending.steps
+            if isinstance(self.rows, PinnedTable):
+                ids = self.rows.ids_in(pending.places)
+            else:
+                ids = self.group.waiting_ids(self.table)
+        else:
+            return {}
+        values = {"ids": ids, "gradients": gradients, "steps": np.int64(steps)}
+        return {_WAITING_KEY + key: value for key, value in values.items()}
+
+    def _load_waiting(self, state: Mapping[str, Any]) -> None:
+        pending = self.rows.pending
+        pending.drop()
+        pending.parked = None
+        if _WAITING_KEY + "ids" not in state:
+            return
+        ids = np.asarray(state[_WAITING_KEY + "ids"], np.int64)
+        gradients = np.asarray(state[_WAITING_KEY + "gradients"], self.rows.dtype)
+        steps = int(state[_WAITING_KEY + "steps"])
+        if isinstance(self.rows, PinnedTable):
+            pending.held(self.rows.places_of(ids), gradients, steps, since=1)
+        else:
+            self.group.close_run()
+            pending.parked = ids, gradients, steps
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned. Nothing changes if it does not fit.
@@ -174,7 +229,7 @@ class Engine:
         """
         table = self._checked(state.get("table"), "the saved table")
         slots = {
-            key.removeprefix(_SLOT_KEY): self._checked(values, f"the saved '{key}'")
+            key.removeprefix(_SLOT_KEY): self._checked(values, f"the saved '{key}'", slot=True)
             for key, values in state.items()
             if key.startswith(_SLOT_KEY)
         }
@@ -187,11 +242,22 @@ class Engine:
             self.rows.load_slots(slots)
         if "iterations" in state:
             self.rows.iterations.assign(int(state["iterations"]))
+        self._load_waiting(state)
 
-    def _checked(self, values: Any, what: str) -> Rows:
-        expected = (self.rows.rows, self.rows.dim)
+    def _checked(
+        self, values: Any, what: str, width: int | None = None, slot: bool = False
+    ) -> Rows:
+        """The values as an array of the table's rows, of this width or the rows'.
+
+        Args:
+            values: The values.
+            what: What they are, for the message.
+            width: Values for each row.
+            slot: One value for each row will do as well.
+        """
+        expected = (self.rows.rows, width or self.rows.dim)
         array: Rows = np.asarray(values, None if values is None else self.rows.dtype)
-        if array.shape != expected:
+        if array.shape != expected and not (slot and array.shape == (expected[0], 1)):
             raise ValueError(
                 f"The table of layer '{self.rows.name}' has shape {expected}. Received: {what} of "
                 f"shape {array.shape}"

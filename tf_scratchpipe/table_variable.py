@@ -32,6 +32,7 @@ class TableVariable(keras.Variable):
         read: Gives the whole table.
         write: Sets the whole table.
         update: Moves the rows by their gradients.
+        skip: Told of gradients whose step is not applied.
         touched: Called when Keras takes the variable up, to say whether it may.
     """
 
@@ -45,6 +46,7 @@ class TableVariable(keras.Variable):
         read: Callable[[], Rows],
         write: Callable[[Rows], None],
         update: Callable[[tf.IndexedSlices], None],
+        skip: Callable[[tf.IndexedSlices], None],
         touched: Callable[[], object],
     ) -> None:
         super().__init__("zeros", shape=shape, dtype=dtype, trainable=trainable, name=name)
@@ -52,7 +54,10 @@ class TableVariable(keras.Variable):
         self._read = read
         self._write = write
         self._update = update
+        self._skip = skip
         self._touched = touched
+
+    stands_for_table = True
 
     @property
     def trap(self) -> tf.Variable:
@@ -79,6 +84,10 @@ class TableVariable(keras.Variable):
                 "outside a graph by `layer.set_table(values)`."
             )
         self._write(np.asarray(value))
+
+    def skip(self, gradients: tf.IndexedSlices) -> None:
+        """Note that the optimizer throws these gradients away."""
+        self._skip(gradients)
 
     def assign_add(self, value: Any) -> None:
         """Refused: the rows are trained by their own optimizer."""

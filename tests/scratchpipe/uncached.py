@@ -135,7 +135,10 @@ def train_uncached(optimizer: str, compiling: dict[str, Any], **fitting: Any) ->
     instance = OPTIMIZERS[optimizer]()
     model.compile(instance, "mse", **compiling)
     model.formula = row_optimizer(instance)
-    model.slots = [tf.Variable(tf.fill((ROWS, DIM), value)) for _, value in model.formula.slots]
+    model.slots = [
+        tf.Variable(tf.fill((ROWS, slot.width_for(DIM)), slot.initial))
+        for slot in model.formula.slots
+    ]
     instance.build(model.trainable_variables[1:])
     history = model.fit(**fitting).history
     tables = [layer.table.numpy(), *(slot.numpy() for slot in model.slots)]
