@@ -49,6 +49,9 @@ class PendingGradients:
                 self._places = tf.Variable(
                     tf.zeros((0,), tf.int64), shape=tf.TensorShape([None]), trainable=False
                 )
+                # How many of these wait. Nothing empties the variables: where a step assigns an
+                # empty tensor, TensorFlow's graph optimizer takes them to be empty always.
+                self._count = tf.Variable(0, dtype=tf.int32, trainable=False)
                 self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
                 self._since = tf.Variable(0, dtype=tf.int64, trainable=False)
             with tf.device(device):
@@ -69,7 +72,12 @@ class PendingGradients:
     @property
     def places(self) -> Ints:
         """Places of the rows that wait, some more than once."""
-        return np.asarray(self._places.numpy(), np.int64)
+        return np.asarray(self._places.numpy()[: int(self._count.numpy())], np.int64)
+
+    @property
+    def gradients(self) -> Rows:
+        """A copy of their gradients, in the same order."""
+        return np.asarray(self._gradients.numpy()[: int(self._count.numpy())])
 
     def settled(self, applied: tf.Variable) -> int:
         """Number of the last batch of which, and of those before it, no gradient waits.
@@ -107,7 +115,7 @@ class PendingGradients:
         with tf.device(HOST_DEVICE):
             phase = done % period
             # What waits when a period begins is of one that was broken off, as by a new optimizer.
-            kept = tf.where(phase == 0, 0, tf.size(self._places))
+            kept = tf.where(phase == 0, 0, self._count)
             last = phase == period - 1
 
         def together() -> tuple[tf.Tensor, tf.Tensor]:
@@ -122,7 +130,7 @@ class PendingGradients:
                 distinct, summed = coalesced(*together())
                 moved = move(distinct, summed / period)
             with tf.control_dependencies(moved):
-                return self._assigned(self._no_places(), self._no_gradients(), phase * 0)
+                return self.drop()
 
         def wait() -> tf.Tensor:
             with tf.control_dependencies(rest()), tf.device(HOST_DEVICE):
@@ -136,8 +144,9 @@ class PendingGradients:
     def drop(self) -> tf.Tensor:
         """Forget what waits, in a step or outside. Returns what is there when it has happened."""
         with tf.device(HOST_DEVICE):
-            none = tf.zeros((), tf.int64)
-        return self._assigned(self._no_places(), self._no_gradients(), none)
+            done = [self._count.assign(0), self._steps.assign(0)]
+            with tf.control_dependencies(done):
+                return tf.constant(True)
 
     def held(self, places: Ints, gradients: Rows, steps: int, since: int) -> None:
         """Have these wait."""
@@ -151,26 +160,15 @@ class PendingGradients:
     def park(self, ids: Ints) -> None:
         """Rows leave their places: what waits has these ids, in the order of `places`."""
         if self.steps:
-            self.parked = ids, np.asarray(self._gradients.numpy()), self.steps
+            self.parked = ids, self.gradients, self.steps
             self.drop()
-
-    def gradients(self) -> Rows:
-        """A copy of the gradients that wait, in the order of `places`."""
-        return np.asarray(self._gradients.numpy())
 
     def _assigned(self, places: tf.Tensor, gradients: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         with tf.device(self._device):
             kept = self._gradients.assign(gradients)
         with tf.device(HOST_DEVICE):
-            with tf.control_dependencies([kept, self._places.assign(places)]):
+            counted = self._count.assign(tf.size(places))
+            with tf.control_dependencies([kept, self._places.assign(places), counted]):
                 noted = self._steps.assign(steps)
             with tf.control_dependencies([noted]):
                 return tf.constant(True)
-
-    def _no_places(self) -> tf.Tensor:
-        with tf.device(HOST_DEVICE):
-            return tf.zeros((0,), tf.int64)
-
-    def _no_gradients(self) -> tf.Tensor:
-        with tf.device(self._device):
-            return tf.zeros((0, self._dim), self._dtype)

@@ -303,8 +303,11 @@ class ScratchPipeEmbedding(keras.layers.Layer):
     def _update(self, gradients: tf.IndexedSlices) -> None:
         """Called by the optimizer in the place of overwriting the weight."""
         optimizers = self._check_optimizers()
+        planned_for = self._engine.rows.period
         if optimizers:
             self.follow(optimizers[0])
+        if self._engine.rows.period not in (1, planned_for):
+            self._engine.refuse_planned()
         self.require_optimizer()
         indices = self._trained_indices(gradients)
         self._engine.lookup.update(indices, gradients.values, self._row_step(optimizers))

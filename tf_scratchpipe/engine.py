@@ -127,23 +127,21 @@ class Engine:
             self.accumulate(keras_internals.period(optimizer))
 
     def accumulate(self, period: int) -> None:
-        """Have gradients of so many steps applied together.
+        """Have gradients of so many steps applied together."""
+        if period != self.rows.period:
+            self.rows.period = period
+            if period == 1:
+                self.rows.pending.drop()
 
-        Raises:
-            ValueError: Batches have been planned with slots for another number of steps.
-        """
-        if period == self.rows.period:
-            return
-        if period > 1 and self._group is not None and self._group.run is not None:
+    def refuse_planned(self) -> None:
+        """Raise `ValueError` if batches were planned without a thought of accumulation."""
+        if self._group is not None and self._group.has_planned_ahead():
             raise ValueError(
                 f"Layer '{self.rows.name}' learns in the middle of a pass of `lookahead` that "
-                f"gradients are accumulated. Received: gradient_accumulation_steps={period}. Pass "
-                "the compiled model to `lookahead`, or set `gradient_accumulation_steps` of the "
-                "layer's own optimizer as well."
+                "gradients are accumulated. Received: gradient_accumulation_steps="
+                f"{self.rows.period}. Pass the compiled model to `lookahead`, or set "
+                "`gradient_accumulation_steps` of the layer's own optimizer as well."
             )
-        self.rows.period = period
-        if period == 1:
-            self.rows.pending.drop()
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Have the rows moved as this optimizer of the model says, which may wrap another."""
@@ -196,7 +194,7 @@ class Engine:
         if pending.parked is not None:
             ids, gradients, steps = pending.parked
         elif pending.steps:
-            gradients, steps = pending.gradients(), pending.steps
+            gradients, steps = pending.gradients, pending.steps
             if isinstance(self.rows, PinnedTable):
                 ids = self.rows.ids_in(pending.places)
             else:

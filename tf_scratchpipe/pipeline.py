@@ -219,8 +219,9 @@ class PipelineRun:
     def _plan_with_slots(self, batch: Batch, number: int, upcoming: Sequence[Looked]) -> BatchPlan:
         """Plan a batch, if need be once gradients have been applied that hold slots."""
         group, target = self._feeds[number].group, self._bases[number] + batch.number
+        trained = -1
         while True:
-            trained = group.trained()
+            all_over, trained = trained >= target - 1, group.trained()
             try:
                 with self._timed("plan"):
                     return group.plan(
@@ -231,9 +232,11 @@ class PipelineRun:
                         self._settings.future,
                     )
             except TooFewSlotsError:
-                if not group.accumulates() or trained >= target - 1:
+                if not group.accumulates() or all_over:
                     raise
-            self._wait_for_training(number, trained + 1, "plan", batch)
+            self._wait_for_training(number, min(trained + 1, target - 1), "plan", batch)
+            if trained >= target - 1:  # Some batches may have been skipped.
+                group.hold_waiting_only()
 
     def _collect(self, planned: Iterator[Batch]) -> Iterator[Batch]:
         for batch in planned:

@@ -8,7 +8,7 @@ becomes of the other rows differs from the dense optimizer, except where it says
 - SGD with momentum, RMSprop, Adam, AdamW: *lazy*. A row that is not looked up keeps its values and
   moments, while the dense optimizer would go on moving it and decaying them. The number of the
   step, by which Adam corrects its bias, is that of all steps, not of the row's.
-- Ftrl: *lazy*. The dense optimizer works every row out anew from its accumulators, so that its first
+- Ftrl: *lazy*. The dense optimizer works every row out anew from its accumulators, so its first
   step makes rows zero that nobody has looked up; here they keep what they began with.
 - `weight_decay` decays the rows that the batch looks up, and no others.
 """

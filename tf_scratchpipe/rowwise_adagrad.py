@@ -84,7 +84,7 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
             return None  # Not this optimizer's to move.
         path = getattr(variable, "path", variable.name).replace("/", "_").replace(":", "_")
         return self.add_variable(
-            shape=(*variable.shape[:-1], 1) if variable.shape else (),
+            shape=(*variable.shape[:-1], 1) if len(variable.shape) else (),
             initializer=keras.initializers.Constant(self.initial_accumulator_value),
             dtype=variable.dtype,
             name=f"{path}_row_accumulator",
@@ -96,7 +96,7 @@ class RowwiseAdagrad(keras.optimizers.Optimizer):
         # Slices are added up row by row: each row takes one step.
         gradient = ops.cast(tf.convert_to_tensor(gradient), variable.dtype)
         accumulator = self._accumulators[self._get_variable_index(variable)]
-        if not variable.shape:
+        if not len(variable.shape):  # A row of one value.
             gradient = ops.reshape(gradient, (1,))
         change, new = rowwise_step(accumulator, gradient, rate, self.epsilon)
         self.assign(accumulator, ops.reshape(new, accumulator.shape))

@@ -127,27 +127,35 @@ class SlotGroup:
         """Whether gradients wait for later steps."""
         return any(table.period > 1 or table.pending.steps for table in self.tables)
 
+    def has_planned_ahead(self) -> bool:
+        """Whether batches are planned that have not been trained."""
+        return not self._plain and self.planned > self.trained()
+
     def in_a_step(self) -> bool:
         """Whether rows were looked up whose gradients have not been applied."""
         return any(bool(table.is_open()) for table in self.tables)
 
     def declare_trained(self) -> None:
         """Batches that were planned and never trained will not be trained any more."""
-        waiting = {}
         for table in self.tables:
-            if table.pending.steps:
-                mine = [batch for batch, owner, _ in self._admitted if owner is table]
-                waiting[table] = min(mine) if self._plain and mine else table.pending.since
+            mine = [batch for batch, owner, _ in self._admitted if owner is table]
+            if self._plain and mine and table.pending.steps:  # Steps were counted otherwise.
+                table.pending.renumber(min(mine))
             table.applied.assign(self.planned)
-        if waiting and self._planner is not None:
-            # Of the batches since then, only those rows are held whose gradients wait.
-            since = min(waiting.values())
-            kept = np.concatenate([table.pending.places for table in waiting])
-            self.planner.window.release(since, kept)
-            for table in waiting:
-                table.pending.renumber(since)
+        self.hold_waiting_only()
         self._admitted = []
         self._plain = False
+
+    def hold_waiting_only(self) -> None:
+        """All batches that were planned are over: only rows are held whose gradients wait."""
+        with self.lock:
+            waiting = [table.pending for table in self.tables if table.pending.steps]
+            if waiting:
+                since = min(pending.since for pending in waiting)
+                kept = np.concatenate([pending.places for pending in waiting])
+                self.planner.window.release(since, kept)
+                for pending in waiting:
+                    pending.renumber(since)
 
     def declare_trained_before(self, batch: int) -> None:
         """The same, for the batches up to `batch` only."""

@@ -56,6 +56,12 @@ CASES = [
     ("adam", "several", "thread", "lru", 600),
     ("amsgrad", "fit", "inline", "lru", None),
     ("schedule", "fit", "thread", "lru", 600),
+    ("adamw", "fit", "thread", "lru", 600),
+    ("rmsprop", "several", "inline", "lfu", 130),
+    ("centered", "eager", "thread", "lru", 130),
+    ("ftrl", "fit", "thread", "random", 600),
+    ("rowwise", "fit", "thread", "lru", 130),
+    ("rowwise", "several", "inline", "lfu", None),
 ]
 COMPILING = {"fit": {}, "eager": {"run_eagerly": True}, "several": {"steps_per_execution": 5}}
 
@@ -85,6 +91,9 @@ def test_pipelined_training_is_bit_identical(optimizer, drive, executor, replace
         ("static", "adam", "several"),
         ("host", "adagrad", "fit"),
         ("host", "nesterov", "several"),
+        ("synchronous", "rowwise", "fit"),
+        ("static", "adamw", "fit"),
+        ("host", "ftrl", "several"),
     ],
 )
 def test_the_other_modes_are_bit_identical(mode, optimizer, drive):
