@@ -112,10 +112,11 @@ class PendingGradients:
         Returns:
             What is there when all this has happened.
         """
-        with tf.device(HOST_DEVICE):
+        # A pass begins, and rows that wait get places again, when its first batch is fetched.
+        with tf.device(HOST_DEVICE), tf.control_dependencies([places]):
             phase = done % period
             # What waits when a period begins is of one that was broken off, as by a new optimizer.
-            kept = tf.where(phase == 0, 0, self._count)
+            kept = tf.where(phase == 0, 0, self._count.read_value())
             last = phase == period - 1
 
         def together() -> tuple[tf.Tensor, tf.Tensor]:

@@ -307,7 +307,8 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         if optimizers:
             self.follow(optimizers[0])
         if self._engine.rows.period not in (1, planned_for):
-            self._engine.refuse_planned()
+            with tf.init_scope():
+                self._engine.refuse_planned()
         self.require_optimizer()
         indices = self._trained_indices(gradients)
         self._engine.lookup.update(indices, gradients.values, self._row_step(optimizers))

@@ -140,7 +140,7 @@ class TrainedRows:
         gradients = step.unscaled(gradients)
         if step.period == 1:
             return move(places, gradients)
-        with tf.device(HOST_DEVICE):
+        with tf.device(HOST_DEVICE), tf.control_dependencies([places]):
             done = self.iterations.read_value() if step.done is None else step.done
             batch = self.applied.read_value() + 1
         taken = self.pending.take(places, gradients, done, step.period, batch, move, self._rested)
