@@ -51,20 +51,24 @@ def _gathered(table: tf.Tensor, ids: tf.Tensor) -> Any:
 
 
 class DenseTable(keras.layers.Layer):
-    """Looks rows of a weight up, and sums them."""
+    """Looks rows of a weight up, and sums them unless `combiner` is None."""
 
-    def __init__(self, rows: int = ROWS, **settings: Any) -> None:
+    def __init__(self, rows: int = ROWS, combiner: str | None = "sum", **settings: Any) -> None:
         super().__init__(name="table", autocast=False, **settings)
         self.rows = rows
+        self.combiner = combiner
 
     def build(self, _: Any) -> None:
         self.embeddings = self.add_weight(
             name="embeddings", shape=(self.rows, DIM), initializer=start()
         )
+        # In a call Keras would cast the whole table, and gradients would be summed in float16.
+        self.variable = self.embeddings.value
 
     def call(self, ids: tf.Tensor) -> tf.Tensor:
-        rows = _gathered(tf.convert_to_tensor(self.embeddings.value), ids)
-        return tf.reduce_sum(tf.cast(rows, self.compute_dtype), axis=-2)
+        rows = _gathered(tf.convert_to_tensor(self.variable), ids)
+        rows = tf.cast(rows, self.compute_dtype)
+        return rows if self.combiner is None else tf.reduce_sum(rows, axis=-2)
 
 
 def around(layer: keras.Layer, optimizer: keras.optimizers.Optimizer, **compiling: Any) -> Any:
@@ -72,7 +76,9 @@ def around(layer: keras.Layer, optimizer: keras.optimizers.Optimizer, **compilin
     inputs = keras.Input((LOOKUPS,), dtype="int32", name="ids")
     kernel = keras.initializers.GlorotUniform(seed=1)
     output = keras.layers.Dense(1, kernel_initializer=kernel, dtype=layer.dtype_policy)
-    model = keras.Model(inputs, output(layer(inputs)))
+    rows = layer(inputs)
+    pooled = keras.ops.sum(rows, axis=1) if layer.combiner is None else rows
+    model = keras.Model(inputs, output(pooled))
     model.compile(optimizer, "mse", **compiling)
     return model
 
@@ -85,9 +91,8 @@ def cached(rows: int = ROWS, **settings: Any) -> ScratchPipeEmbedding:
 def train_dense(make: Make, train: tf.data.Dataset, **fitting: Any) -> list[np.ndarray]:
     """Table, kernel, bias after training with the whole table."""
     compiling = {"run_eagerly": fitting.pop("run_eagerly", False)}
-    policy = fitting.pop("dtype", None)
-    rows = fitting.pop("rows", ROWS)
-    model = around(DenseTable(rows, dtype=policy), make(), **compiling)
+    settings = {key: fitting.pop(key) for key in ("rows", "dtype", "combiner") if key in fitting}
+    model = around(DenseTable(**settings), make(), **compiling)
     model.fit(train, verbose=0, **fitting)
     return model.get_weights()
 
