@@ -149,6 +149,12 @@ class PendingGradients:
             with tf.control_dependencies(done):
                 return tf.constant(True)
 
+    def forget(self) -> None:
+        """The same outside of a step, also for rows without places."""
+        self.parked = None
+        if self.steps:
+            self.drop()
+
     def held(self, places: Ints, gradients: Rows, steps: int, since: int) -> None:
         """Have these wait."""
         self._since.assign(since)

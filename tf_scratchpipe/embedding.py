@@ -52,7 +52,17 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
     Rows are trained by a row optimizer of their own inside `optimizer.apply`: the gradients of
     equal ids in a batch are added up, and each row that the batch looks up takes one step. With
-    momentum and with Adam the other rows rest (the *lazy* variant of these optimizers).
+    SGD without momentum, Adagrad and `tf_scratchpipe.RowwiseAdagrad` that is what training the
+    whole table gives. With momentum, RMSprop, Adam, AdamW and Ftrl the other rows rest (the *lazy*
+    variant of these optimizers).
+
+    Of the row optimizer's settings, `weight_decay` is for the rows that a step looks up, and
+    `clipnorm` and `clipvalue` act on the table's whole gradient, as on any weight's. What the
+    model's optimizer does to the step as a whole holds for rows with an optimizer of their own as
+    well: a scaled loss (`loss_scale_factor`, or a `LossScaleOptimizer` as under policy
+    `"mixed_float16"`) is scaled back and steps that overflow are skipped, and
+    `gradient_accumulation_steps` has the rows accumulate. Rows whose gradients are accumulated
+    keep their slots until these are applied. `global_clipnorm` and `use_ema` are refused.
 
     Without `lookahead`, and for `evaluate`, `predict` and `validation_data`, pass plain ids. They
     are right at any time; training on them brings each batch's rows in when the step waits for
@@ -66,8 +76,9 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         combiner: None returns a row for each id. `"sum"`, `"mean"` and `"sqrtn"` (the sum
             over the root of the sum of squared weights) pool the rows over the last dimension.
         optimizer: The row optimizer, a Keras optimizer or its name: SGD with or without momentum
-            and Nesterov's, Adagrad, or Adam. None: the class, settings and live learning rate of
-            the optimizer that the model is compiled with.
+            and Nesterov's, Adagrad, RowwiseAdagrad, Adam, AdamW, RMSprop, or Ftrl; its learning
+            rate may be a schedule or a function. None: the class, settings and live learning rate
+            of the optimizer that the model is compiled with.
         embeddings_initializer: Draws the rows.
         initialize_by_row: False draws the whole table when a row is first needed, with the values
             that the initializer would give to any weight of this shape. True draws each row by
@@ -307,8 +318,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         if optimizers:
             self.follow(optimizers[0])
         if self._engine.rows.period not in (1, planned_for):
-            with tf.init_scope():
-                self._engine.refuse_planned()
+            self._engine.refuse_planned()
         self.require_optimizer()
         indices = self._trained_indices(gradients)
         self._engine.lookup.update(indices, gradients.values, self._row_step(optimizers))

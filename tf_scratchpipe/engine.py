@@ -130,12 +130,15 @@ class Engine:
         """Have gradients of so many steps applied together."""
         if period != self.rows.period:
             self.rows.period = period
-            if period == 1:
-                self.rows.pending.drop()
+        if period == 1:
+            with tf.init_scope():
+                self.rows.pending.forget()
 
     def refuse_planned(self) -> None:
         """Raise `ValueError` if batches were planned without a thought of accumulation."""
-        if self._group is not None and self._group.has_planned_ahead():
+        with tf.init_scope():
+            planned = self._group is not None and self._group.has_planned_ahead()
+        if planned:
             raise ValueError(
                 f"Layer '{self.rows.name}' learns in the middle of a pass of `lookahead` that "
                 "gradients are accumulated. Received: gradient_accumulation_steps="
@@ -206,9 +209,12 @@ class Engine:
 
     def _load_waiting(self, state: Mapping[str, Any]) -> None:
         pending = self.rows.pending
-        pending.drop()
-        pending.parked = None
-        if _WAITING_KEY + "ids" not in state:
+        pending.forget()
+        # A model's optimizer that does not accumulate would never apply it. Rows with their own
+        # optimizer do not know yet.
+        binding = self.rows.binding
+        useless = binding is not None and binding.counts and self.rows.period == 1
+        if useless or _WAITING_KEY + "ids" not in state:
             return
         ids = np.asarray(state[_WAITING_KEY + "ids"], np.int64)
         gradients = np.asarray(state[_WAITING_KEY + "gradients"], self.rows.dtype)

@@ -27,9 +27,14 @@ def _adagrad(period=3, **settings):
 
 @pytest.mark.parametrize(
     ("mode", "slots"),
-    [("pipelined", None), ("pipelined", 160), ("synchronous", 160), ("host", None)],
+    [
+        ("pipelined", 160),
+        ("synchronous", 160),
+        pytest.param("pipelined", None, marks=pytest.mark.slow),
+        pytest.param("host", None, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("make", [_sgd, _adagrad])
+@pytest.mark.parametrize("make", [_adagrad, pytest.param(_sgd, marks=pytest.mark.slow)])
 def test_the_dense_optimizer_does_the_same(make, mode, slots):
     """13 steps an epoch are no whole number of periods: one is carried into the next epoch."""
     expected = dense.train_dense(make, TRAIN, epochs=EPOCHS, run_eagerly=True)
@@ -41,8 +46,13 @@ def test_the_dense_optimizer_does_the_same(make, mode, slots):
     assert slots is None or layer.stats().evictions > 150
 
 
-@pytest.mark.parametrize(("mode", "slots"), [("pipelined", 160), ("synchronous", 160)])
-@pytest.mark.parametrize("drive", [{}, {"steps_per_execution": 5}])
+@pytest.mark.parametrize(
+    ("mode", "slots"),
+    [("pipelined", 160), pytest.param("synchronous", 160, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    "drive", [{"steps_per_execution": 5}, pytest.param({}, marks=pytest.mark.slow)]
+)
 def test_in_a_graph_all_modes_do_the_same(drive, mode, slots):
     tables = []
     for kind, size in ((mode, slots), ("host", None), ("static", 50)):
@@ -69,7 +79,11 @@ def test_rows_move_in_the_last_step_of_a_period_only():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"clipvalue": 0.002}, {"loss_scale_factor": 3.0}, {"clipvalue": 0.001}]
+    "settings",
+    [
+        {"clipvalue": 0.001, "loss_scale_factor": 3.0},
+        pytest.param({"clipvalue": 0.002}, marks=pytest.mark.slow),
+    ],
 )
 def test_settings_act_on_the_average(settings):
     make = lambda: _adagrad(**settings)  # noqa: E731
@@ -103,6 +117,7 @@ def test_rows_with_their_own_optimizer_follow_the_models_accumulation():
     dense.assert_equal(mine, expected)
 
 
+@pytest.mark.slow
 def test_rows_may_accumulate_by_themselves():
     """The kernel is frozen: so the rows' gradients do not depend on when it moves."""
     tables = []
@@ -131,6 +146,7 @@ def test_what_waits_is_dropped_with_the_models_optimizer():
     dense.assert_equal(*tables)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_does_not_accumulate_frees_the_slots():
     layer = dense.cached(num_slots=60)
     model = dense.around(layer, _sgd(2))
@@ -142,6 +158,7 @@ def test_an_optimizer_that_does_not_accumulate_frees_the_slots():
     assert layer.stats().evictions > 100
 
 
+@pytest.mark.slow
 def test_keras_allocates_no_accumulator_of_the_tables_size():
     layer = dense.cached()
     model = dense.around(layer, _sgd())
@@ -164,6 +181,7 @@ def test_too_few_slots_for_a_period(mode):
         model.fit(TRAIN.apply(lookahead(model)), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_period_longer_than_the_pipeline():
     """All its batches wait in their slots; the pipeline waits for the last of them."""
     train = dense.dataset(*dense.data(30))
@@ -176,7 +194,7 @@ def test_a_period_longer_than_the_pipeline():
 
 
 @pytest.mark.parametrize("then", ["pipelined", "plain"])
-@pytest.mark.parametrize("first", ["pipelined", "plain"])
+@pytest.mark.parametrize("first", ["plain", pytest.param("pipelined", marks=pytest.mark.slow)])
 def test_a_pass_that_is_broken_off_in_a_period(first, then):
     """What was looked up ahead holds no slots any more; what waits does."""
     arrays = dense.data(12)
@@ -217,6 +235,8 @@ def test_layers_that_share_a_feature():
         outputs = keras.layers.Dense(1, kernel_initializer=kernel)(pooled)
         model = keras.Model(inputs, outputs)
         model.compile(_adagrad(4), "mse")
+        for batch in TRAIN.take(2):  # In a slot map of its own each, which then is a common one.
+            model.train_on_batch(*batch)
         model.fit(TRAIN.apply(lookahead(model, debug=True)), epochs=EPOCHS, verbose=0)
         return [layer.get_table() for layer in layers]
 
@@ -229,10 +249,10 @@ def test_layers_that_share_a_feature():
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("pipelined", "pipelined"),
+        pytest.param("pipelined", "pipelined", marks=pytest.mark.slow),
         ("synchronous", "pipelined"),
-        ("pipelined", "host"),
-        ("host", "static"),
+        pytest.param("pipelined", "host", marks=pytest.mark.slow),
+        pytest.param("host", "static", marks=pytest.mark.slow),
         ("static", "synchronous"),
     ],
 )
@@ -259,6 +279,47 @@ def test_saved_and_loaded_in_the_middle_of_a_period(saved, loaded, tmp_path):
     dense.assert_equal(second.get_weights(), whole.get_weights())
 
 
+@pytest.mark.parametrize("bound", [True, False])
+def test_what_waits_is_not_loaded_for_an_optimizer_that_does_not_accumulate(bound):
+    layer = dense.cached(mode="synchronous", num_slots=160)
+    model = dense.around(layer, _sgd(), run_eagerly=True)
+    batches = list(TRAIN.take(3))
+    for batch in batches[:2]:
+        model.train_on_batch(*batch)
+    state = layer.engine.state()
+    tables = []
+    for loaded in (state, {"table": state["table"]}):
+        layer = dense.cached(mode="synchronous", num_slots=60)
+        model = dense.around(layer, keras.optimizers.SGD(0.5), run_eagerly=True)
+        if bound:
+            layer.follow(model.optimizer)
+        layer.engine.load_state(loaded)
+        for batch in batches:
+            model.train_on_batch(*batch)
+        assert layer.engine.rows.pending.steps == 0
+        assert layer.engine.rows.pending.parked is None
+        tables.append([layer.get_table()])
+    dense.assert_equal(*tables)
+
+
+def test_rows_that_follow_the_models_accumulation_are_loaded_in_a_period():
+    tables = []
+    for reloaded in (True, False):
+        layer = dense.cached(optimizer="adagrad", num_slots=160)
+        model = dense.around(layer, _sgd())
+        model.layers[-1].trainable = False
+        model.compile(_sgd(), "mse")
+        model.fit(TRAIN.take(2).apply(lookahead(model)), verbose=0)
+        if reloaded:
+            state = layer.engine.state()
+            layer.engine.load_state({"table": state["table"]})
+            assert layer.engine.rows.pending.steps == 0
+            layer.engine.load_state(state)
+        model.fit(TRAIN.skip(2).apply(lookahead(model, debug=True)), verbose=0)
+        tables.append([layer.get_table()])
+    dense.assert_equal(*tables)
+
+
 def test_loading_a_state_in_which_nothing_waits_forgets_what_waits():
     layer = dense.cached(num_slots=160)
     model = dense.around(layer, _sgd())
@@ -270,6 +331,7 @@ def test_loading_a_state_in_which_nothing_waits_forgets_what_waits():
     assert "waiting.ids" not in layer.engine.state()
 
 
+@pytest.mark.slow
 def test_rowwise_adagrad_accumulates_too():
     make = lambda: RowwiseAdagrad(0.1, gradient_accumulation_steps=3)  # noqa: E731
     expected = dense.train_dense(make, TRAIN, run_eagerly=True)

@@ -35,13 +35,16 @@ def _trained_alike(make, arrays, layer, epochs=3, **settings):
     return model.optimizer
 
 
-@pytest.mark.parametrize("drive", ["graph", "eager"])
+@pytest.mark.parametrize("drive", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mode", "slots"), [("pipelined", 120), ("synchronous", 60)])
 def test_float16_with_a_scale_that_grows_and_overflows(mode, slots, drive):
     # Sums of float16 depend on who makes them.
     policy = {"dtype": "mixed_float16", "combiner": None}
     layer = dense.cached(mode=mode, num_slots=slots, **policy)
-    optimizer = _trained_alike(_scaled, LARGE, layer, run_eagerly=drive == "eager", **policy)
+    # In a graph Adagrad's division is rounded otherwise for other positions.
+    inner = keras.optimizers.Adagrad if drive == "eager" else keras.optimizers.SGD
+    make = lambda: _scaled(inner(0.002))  # noqa: E731
+    optimizer = _trained_alike(make, LARGE, layer, run_eagerly=drive == "eager", **policy)
     # Some steps were skipped, and the scale has grown again since.
     assert 5 < int(optimizer.iterations) < 3 * STEPS - 3
     assert layer.embeddings.dtype == "float32"
@@ -50,7 +53,12 @@ def test_float16_with_a_scale_that_grows_and_overflows(mode, slots, drive):
 
 
 @pytest.mark.parametrize(
-    ("mode", "slots"), [("pipelined", 60), ("synchronous", 60), ("host", None)]
+    ("mode", "slots"),
+    [
+        ("pipelined", 60),
+        pytest.param("synchronous", 60, marks=pytest.mark.slow),
+        pytest.param("host", None, marks=pytest.mark.slow),
+    ],
 )
 def test_batches_with_infinities_are_skipped(mode, slots):
     """The first of the epoch, two in a row, and the last."""
@@ -66,6 +74,7 @@ def test_gradients_are_divided_before_they_are_clipped():
     _trained_alike(make, WITH_INFINITIES, layer, run_eagerly=True)
 
 
+@pytest.mark.slow
 def test_rows_with_their_own_optimizer_are_unscaled_too():
     layer = dense.cached(num_slots=120, optimizer=keras.optimizers.Adagrad(0.05))
     _trained_alike(lambda: _scaled(scale=24.0), WITH_INFINITIES, layer, run_eagerly=True)
@@ -83,7 +92,14 @@ def test_rows_alone_make_a_step_be_skipped(mode):
     assert np.isfinite(layer.get_table()).all()
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "synchronous", "host"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "pipelined",
+        pytest.param("synchronous", marks=pytest.mark.slow),
+        pytest.param("host", marks=pytest.mark.slow),
+    ],
+)
 def test_accumulation_goes_on_after_a_skipped_step(mode):
     """A period has three steps that are applied, and any number that are skipped between."""
     inner = lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=3)  # noqa: E731
@@ -189,6 +205,7 @@ def test_mixed_float16_compiles_with_a_loss_scale_by_itself():
     assert np.any(layer.get_table() != start)
 
 
+@pytest.mark.slow
 def test_rows_of_float16():
     """All of them, without a loss scale: as Keras trains a weight of float16."""
     layer = dense.cached(dtype="float16", num_slots=120)

@@ -82,8 +82,15 @@ def test_settings_of_the_optimizer_reach_the_rows(optimizer, settings):
     _assert_as_dense(lambda: _fast(optimizer, **settings), EVERY_ROW, FEW)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "ftrl", "rowwise", "rmsprop"])
-@pytest.mark.parametrize("rate", [_schedule, lambda: _constant])
+@pytest.mark.parametrize(
+    ("optimizer", "rate"),
+    [
+        ("adam", _schedule),
+        ("rowwise", lambda: _constant),
+        pytest.param("ftrl", _schedule, marks=pytest.mark.slow),
+        pytest.param("rmsprop", lambda: _constant, marks=pytest.mark.slow),
+    ],
+)
 def test_learning_rates_that_are_schedules_or_functions(optimizer, rate):
     kind, config = type(OPTIMIZERS[optimizer]()), OPTIMIZERS[optimizer]().get_config()
     config.pop("learning_rate")
@@ -112,7 +119,14 @@ def test_decay_leaves_a_table_alone_that_is_excluded(excluded):
     assert np.any(kept[0] != weights[0][0])
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "synchronous", "host", "static"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "static",
+        pytest.param("pipelined", marks=pytest.mark.slow),
+        pytest.param("synchronous", marks=pytest.mark.slow),
+    ],
+)
 def test_clipping_and_decay_are_the_same_in_all_modes(mode):
     """The norm is that of the whole table's gradient, wherever its rows are."""
     train = dense.dataset(*dense.data(30))
@@ -206,7 +220,14 @@ def test_a_negative_accumulator_is_refused():
         RowwiseAdagrad(initial_accumulator_value=-1.0)
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "host", "static"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "pipelined",
+        pytest.param("host", marks=pytest.mark.slow),
+        pytest.param("static", marks=pytest.mark.slow),
+    ],
+)
 def test_narrow_slots_are_saved_and_loaded(mode, tmp_path):
     hot = {"hot_ids": [5, 2, 80]} if mode == "static" else {}
     train = dense.dataset(*dense.data(8))
