@@ -29,7 +29,7 @@ def _adagrad(period=3, **settings):
     ("mode", "slots"),
     [
         ("pipelined", 160),
-        ("synchronous", 160),
+        pytest.param("synchronous", 160, marks=pytest.mark.slow),
         pytest.param("pipelined", None, marks=pytest.mark.slow),
         pytest.param("host", None, marks=pytest.mark.slow),
     ],
@@ -85,6 +85,7 @@ def test_rows_move_in_the_last_step_of_a_period_only():
         pytest.param({"clipvalue": 0.002}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_settings_act_on_the_average(settings):
     make = lambda: _adagrad(**settings)  # noqa: E731
     expected = dense.train_dense(make, TRAIN, run_eagerly=True)
@@ -94,6 +95,7 @@ def test_settings_act_on_the_average(settings):
 
 
 @pytest.mark.parametrize("kind", ["adam", "schedule"])
+@pytest.mark.slow
 def test_formulas_count_periods_and_schedules_count_steps(kind):
     def make():
         if kind == "adam":
@@ -110,6 +112,7 @@ def test_formulas_count_periods_and_schedules_count_steps(kind):
 # ---- whose optimizer accumulates --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows_with_their_own_optimizer_follow_the_models_accumulation():
     layer = dense.cached(optimizer=keras.optimizers.Adagrad(0.1), num_slots=160)
     mine, _ = dense.train_cached(_adagrad, TRAIN, layer, epochs=EPOCHS, run_eagerly=True)
@@ -131,6 +134,7 @@ def test_rows_may_accumulate_by_themselves():
     dense.assert_equal(*tables)
 
 
+@pytest.mark.slow
 def test_what_waits_is_dropped_with_the_models_optimizer():
     """As Keras' accumulators are."""
     tables = []
@@ -253,7 +257,7 @@ def test_layers_that_share_a_feature():
         ("synchronous", "pipelined"),
         pytest.param("pipelined", "host", marks=pytest.mark.slow),
         pytest.param("host", "static", marks=pytest.mark.slow),
-        ("static", "synchronous"),
+        pytest.param("static", "synchronous", marks=pytest.mark.slow),
     ],
 )
 def test_saved_and_loaded_in_the_middle_of_a_period(saved, loaded, tmp_path):
@@ -339,6 +343,7 @@ def test_rowwise_adagrad_accumulates_too():
     dense.assert_equal(mine, expected)
 
 
+@pytest.mark.slow
 def test_freezing_the_layer_drops_what_waits():
     """A batch that trains nothing frees its slots, also those of rows that waited."""
     layer = dense.cached(num_slots=60)

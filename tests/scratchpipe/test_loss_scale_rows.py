@@ -36,7 +36,10 @@ def _trained_alike(make, arrays, layer, epochs=3, **settings):
 
 
 @pytest.mark.parametrize("drive", ["graph", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("mode", "slots"), [("pipelined", 120), ("synchronous", 60)])
+@pytest.mark.parametrize(
+    ("mode", "slots"),
+    [("pipelined", 120), pytest.param("synchronous", 60, marks=pytest.mark.slow)],
+)
 def test_float16_with_a_scale_that_grows_and_overflows(mode, slots, drive):
     # Sums of float16 depend on who makes them.
     policy = {"dtype": "mixed_float16", "combiner": None}
@@ -68,6 +71,7 @@ def test_batches_with_infinities_are_skipped(mode, slots):
     assert np.isfinite(layer.get_table()).all()
 
 
+@pytest.mark.slow
 def test_gradients_are_divided_before_they_are_clipped():
     make = lambda: _scaled(keras.optimizers.Adagrad(0.1, clipvalue=0.002), scale=24.0)  # noqa: E731
     layer = dense.cached(num_slots=120)
@@ -81,6 +85,7 @@ def test_rows_with_their_own_optimizer_are_unscaled_too():
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "synchronous"])
+@pytest.mark.slow
 def test_rows_alone_make_a_step_be_skipped(mode):
     layer = dense.cached(mode=mode, num_slots=60)
     model = dense.around(layer, "sgd")
@@ -111,6 +116,7 @@ def test_accumulation_goes_on_after_a_skipped_step(mode):
     assert layer.engine.rows.pending.steps == 4 * (STEPS - 4) % 3
 
 
+@pytest.mark.slow
 def test_a_period_that_is_all_skips_but_its_first_step_holds_few_slots():
     """33 rows wait while nine batches are skipped."""
     ids, targets = dense.data(12)
@@ -190,6 +196,7 @@ def test_a_batch_out_of_order_is_an_error_after_a_skipped_step():
         model.train_on_batch(*batches[2])
 
 
+@pytest.mark.slow
 def test_mixed_float16_compiles_with_a_loss_scale_by_itself():
     layer = dense.cached(dtype="mixed_float16", combiner="mean", num_slots=120)
     inputs = keras.Input((dense.LOOKUPS,), dtype="int32")

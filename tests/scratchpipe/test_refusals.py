@@ -136,7 +136,9 @@ def test_rows_and_model_that_accumulate_over_different_numbers_of_steps():
 
 def test_accumulation_that_nobody_knew_of_when_batches_were_planned():
     layer = _layer(optimizer="sgd")
-    model = _model(layer, keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    # In a graph the step is traced, which tells, before the first batch is fetched.
+    accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model = _model(layer, accumulating, run_eagerly=True)
     train = _dataset(*_data()).apply(lookahead(layer))
     with pytest.raises(ValueError, match="learns in the middle of a pass of `lookahead`"):
         model.fit(train, verbose=0)
