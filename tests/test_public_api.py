@@ -18,7 +18,7 @@ NAMES = {
     """.split(),
     tf_scratchpipe: """
         AbandonedError BadIdError CacheMonitor CacheStats HazardError ResumeTraining
-        ScratchPipeEmbedding
+        RowwiseAdagrad ScratchPipeEmbedding
         StallError TooFewSlotsError count_ids lookahead
     """.split(),
 }
@@ -56,6 +56,7 @@ def _own_members(item: object) -> list[tuple[str, object]]:
         (tf_echo, "explain"),
         (tf_echo, "report"),
         (tf_echo, "verify"),
+        (tf_scratchpipe, "RowwiseAdagrad"),
         (tf_scratchpipe, "ScratchPipeEmbedding"),
         (tf_scratchpipe, "lookahead"),
         (tf_scratchpipe, "ResumeTraining"),

@@ -26,6 +26,7 @@ from tf_scratchpipe.invariants import HazardError
 from tf_scratchpipe.lookahead import lookahead
 from tf_scratchpipe.monitor import CacheMonitor
 from tf_scratchpipe.resume import ResumeTraining
+from tf_scratchpipe.rowwise_adagrad import RowwiseAdagrad
 from tf_scratchpipe.stats import CacheStats
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "CacheStats",
     "HazardError",
     "ResumeTraining",
+    "RowwiseAdagrad",
     "ScratchPipeEmbedding",
     "StallError",
     "TooFewSlotsError",

@@ -29,7 +29,13 @@ from tf_scratchpipe.lookup import called
 from tf_scratchpipe.masks import Unmasked, unmasked
 from tf_scratchpipe.plan import Ints, Rows
 from tf_scratchpipe.replacement import POLICIES
-from tf_scratchpipe.row_optimizers import SHARED_SETTINGS, refuse_settings, row_optimizer
+from tf_scratchpipe.row_optimizers import (
+    get,
+    refuse_own_loss_scale,
+    refuse_settings,
+    row_optimizer,
+)
+from tf_scratchpipe.row_step import RowStep
 from tf_scratchpipe.slot_group import SlotSettings
 from tf_scratchpipe.stats import CacheStats
 from tf_scratchpipe.storage import HOST_DEVICE
@@ -57,7 +63,17 @@ class ScratchPipeEmbedding(keras.layers.Layer):
 
     Rows are trained by a row optimizer of their own inside `optimizer.apply`: the gradients of
     equal ids in a batch are added up, and each row that the batch looks up takes one step. With
-    momentum and with Adam the other rows rest (the *lazy* variant of these optimizers).
+    SGD without momentum, Adagrad and `tf_scratchpipe.RowwiseAdagrad` that is what training the
+    whole table gives. With momentum, RMSprop, Adam, AdamW and Ftrl the other rows rest (the *lazy*
+    variant of these optimizers).
+
+    Of the row optimizer's settings, `weight_decay` is for the rows that a step looks up, and
+    `clipnorm` and `clipvalue` act on the table's whole gradient, as on any weight's. What the
+    model's optimizer does to the step as a whole holds for rows with an optimizer of their own as
+    well: a scaled loss (`loss_scale_factor`, or a `LossScaleOptimizer` as under policy
+    `"mixed_float16"`) is scaled back and steps that overflow are skipped, and
+    `gradient_accumulation_steps` has the rows accumulate. Rows whose gradients are accumulated
+    keep their slots until these are applied. `global_clipnorm` and `use_ema` are refused.
 
     Without `lookahead`, and for `evaluate`, `predict` and `validation_data`, pass plain ids. They
     are right at any time; training on them brings each batch's rows in when the step waits for
@@ -71,8 +87,9 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         combiner: None returns a row for each id. `"sum"`, `"mean"` and `"sqrtn"` (the sum
             over the root of the sum of squared weights) pool the rows over the last dimension.
         optimizer: The row optimizer, a Keras optimizer or its name: SGD with or without momentum
-            and Nesterov's, Adagrad, or Adam. None: the class, settings and live learning rate of
-            the optimizer that the model is compiled with.
+            and Nesterov's, Adagrad, RowwiseAdagrad, Adam, AdamW, RMSprop, or Ftrl; its learning
+            rate may be a schedule or a function. None: the class, settings and live learning rate
+            of the optimizer that the model is compiled with.
         embeddings_initializer: Draws the rows.
         initialize_by_row: False draws the whole table when a row is first needed, with the values
             that the initializer would give to any weight of this shape. True draws each row by
@@ -152,9 +169,10 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         self.supports_jit = False
         if isinstance(optimizer, dict):
             optimizer = copy.deepcopy(optimizer)  # Keras takes it apart.
-        self._row_optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
+        self._row_optimizer = None if optimizer is None else get(optimizer)
         if self._row_optimizer is not None:
             row_optimizer(self._row_optimizer)  # Refuses what it does not know.
+            refuse_own_loss_scale(self._row_optimizer)
         self.hot_ids = self._checked_hot_ids(hot_ids)
         self._settings = SlotSettings(
             self.input_dim, self.num_slots, self.replacement, self.mask_zero
@@ -176,12 +194,6 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             )
         if isinstance(self.dtype_policy, keras.dtype_policies.QuantizedDTypePolicy):
             raise ValueError(self._no_quantization(self.dtype_policy.name))
-        if self.compute_dtype == "float16":
-            raise ValueError(
-                f"Layer '{self.name}' cannot train under dtype policy '{self.dtype_policy.name}' "
-                "yet: a step that overflows would be skipped after its rows have moved. Use "
-                "'mixed_bfloat16' or 'float32'."
-            )
         rows = host_table(
             self.input_dim,
             self.output_dim,
@@ -207,6 +219,7 @@ class ScratchPipeEmbedding(keras.layers.Layer):
             read=self._engine.get,
             write=self._engine.set,
             update=self._update,
+            skip=self._skip,
             touched=self._check_optimizers,
             to_tensors=self._to_tensors,
             from_tensors=self._from_tensors,
@@ -319,27 +332,51 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         for optimizer in optimizers:
             if optimizer in self._checked:
                 continue
-            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                raise ValueError(
-                    f"Layer '{self.name}' cannot be trained under a LossScaleOptimizer. Use dtype "
-                    "policy 'mixed_bfloat16' or 'float32', without loss scaling."
-                )
-            refuse_settings(optimizer, SHARED_SETTINGS)
+            refuse_settings(optimizer)
+            keras_internals.set_tables_apart(optimizer)
             self._checked.add(optimizer)
         return optimizers
 
     def _update(self, gradients: tf.IndexedSlices) -> None:
         """Called by the optimizer in the place of overwriting the weight."""
         optimizers = self._check_optimizers()
+        planned_for = self._engine.rows.period
         if optimizers:
             self.follow(optimizers[0])
+        if self._engine.rows.period not in (1, planned_for):
+            self._engine.refuse_planned()
         self.require_optimizer()
+        indices = self._trained_indices(gradients)
+        self._engine.lookup.update(indices, gradients.values, self._row_step(optimizers))
+
+    def _skip(self, gradients: tf.IndexedSlices) -> None:
+        """Called by an optimizer that throws the step's gradients away."""
+        self._engine.lookup.skip(self._trained_indices(gradients))
+
+    def _row_step(self, optimizers: list[keras.optimizers.Optimizer]) -> RowStep:
+        """What the optimizers that are being applied, the innermost first, say about the rows."""
+        own, mover = self._row_optimizer, self.row_optimizer()
+        leader = optimizers[0] if optimizers else mover
+        if own is not None and keras_internals.period(leader) == 1:
+            leader = own
+        return RowStep(
+            keras_internals.loss_scales(optimizers),
+            keras_internals.period(leader),
+            None if leader is own else keras_internals.steps_done(leader),
+            self._decays(mover),
+        )
+
+    def _decays(self, mover: keras.optimizers.Optimizer) -> bool:
+        """Whether the weight decay of the optimizer that moves the rows is for them."""
+        return keras_internals.decays(mover, self.embeddings.trap)
+
+    def _trained_indices(self, gradients: tf.IndexedSlices) -> tf.Tensor:
+        """Where the rows of the gradients are."""
         indices = tf.cast(gradients.indices, tf.int64)
         checked = self._assert_trained(indices)
         # They come from the host, and are looked at there again.
         with tf.device(HOST_DEVICE), tf.control_dependencies([checked]):
-            indices = tf.identity(indices)
-        self._engine.lookup.update(indices, gradients.values)
+            return tf.identity(indices)
 
     def _assert_trained(self, indices: tf.Tensor) -> tf.Tensor:
         """Fails if rows were looked up in a way that cannot train them."""
@@ -365,8 +402,20 @@ class ScratchPipeEmbedding(keras.layers.Layer):
         Args:
             optimizer: The optimizer, which may wrap another as its `inner_optimizer`.
         """
-        if self._row_optimizer is None:
+        own = self._row_optimizer
+        if own is None:
             self.engine.follow(optimizer)
+            return
+        wanted = keras_internals.period(keras_internals.innermost(optimizer))
+        mine = own.gradient_accumulation_steps or wanted
+        if wanted not in (1, mine):
+            raise ValueError(
+                f"The optimizers of layer '{self.name}' and of the model accumulate gradients over "
+                f"different numbers of steps. Received: gradient_accumulation_steps={mine} of the "
+                f"layer's, {wanted} of the model's. Leave it out of the layer's optimizer: its "
+                "rows follow the model."
+            )
+        self.engine.accumulate(mine)
 
     def row_optimizer(self) -> keras.optimizers.Optimizer | None:
         """The optimizer that moves the rows, once it is known.

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tf_scratchpipe import keras_internals
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.lookup import CachedLookup, IdCheck, Lookup
 from tf_scratchpipe.pinned import PinnedLookup, PinnedTable
@@ -27,6 +28,7 @@ CACHED_MODES = MODES[:2]
 
 SLOT_KEY = "optimizer."
 """What the names of optimizer slots begin with in a state."""
+_WAITING_KEY = "waiting."
 
 
 class Engine:
@@ -124,13 +126,35 @@ class Engine:
                 self._group.bind(self.table, binding)
             else:
                 self.rows.set_binding(binding)
+            self.accumulate(keras_internals.period(optimizer))
+
+    def accumulate(self, period: int) -> None:
+        """Have gradients of so many steps applied together."""
+        if period != self.rows.period:
+            self.rows.period = period
+        if period == 1:
+            with tf.init_scope():
+                self.rows.pending.forget()
+
+    def refuse_planned(self) -> None:
+        """Raise `ValueError` if batches were planned without a thought of accumulation."""
+        with tf.init_scope():
+            planned = self._group is not None and self._group.has_planned_ahead()
+        if planned:
+            raise ValueError(
+                f"Layer '{self.rows.name}' learns in the middle of a pass of `lookahead` that "
+                "gradients are accumulated. Received: gradient_accumulation_steps="
+                f"{self.rows.period}. Pass the compiled model to `lookahead`, or set "
+                "`gradient_accumulation_steps` of the layer's own optimizer as well."
+            )
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Have the rows moved as this optimizer of the model says, which may wrap another."""
-        while isinstance(getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer):
-            optimizer = optimizer.inner_optimizer
+        optimizer = keras_internals.innermost(optimizer)
         if self.optimizer is not optimizer:
             self.bind(optimizer, counts=True)
+        else:
+            self.accumulate(keras_internals.period(optimizer))
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -151,7 +175,7 @@ class Engine:
         Raises:
             ValueError: The values have another shape.
         """
-        rows = self._checked(values, "values")
+        rows = self._checked(values, "values", self.rows.widths[number])
         if isinstance(self.rows, PinnedTable):
             self.rows.set(rows, number)
         else:
@@ -167,15 +191,51 @@ class Engine:
         return {**state, **self.counters()}
 
     def counters(self) -> dict[str, Any]:
-        """The part of `state` that is not one value or more for each row."""
-        if self.rows.binding is None or self.rows.binding.counts:
-            return {}
-        return {"iterations": self.rows.iterations.numpy()}
+        """The part of `state` that is not one value or more for each row, as arrays."""
+        counters = self._waiting()
+        if self.rows.binding is not None and not self.rows.binding.counts:
+            counters["iterations"] = self.rows.iterations.numpy()
+        return counters
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Take over what `counters` returned."""
         if "iterations" in counters:
             self.rows.iterations.assign(int(counters["iterations"]))
+        self._load_waiting(counters)
+
+    def _waiting(self) -> dict[str, Any]:
+        """Gradients that wait for their step, with their rows' ids."""
+        pending = self.rows.pending
+        if pending.parked is not None:
+            ids, gradients, steps = pending.parked
+        elif pending.steps:
+            gradients, steps = pending.gradients, pending.steps
+            if isinstance(self.rows, PinnedTable):
+                ids = self.rows.ids_in(pending.places)
+            else:
+                ids = self.group.waiting_ids(self.table)
+        else:
+            return {}
+        values = {"ids": ids, "gradients": gradients, "steps": np.int64(steps)}
+        return {_WAITING_KEY + key: value for key, value in values.items()}
+
+    def _load_waiting(self, state: Mapping[str, Any]) -> None:
+        pending = self.rows.pending
+        pending.forget()
+        # A model's optimizer that does not accumulate would never apply it. Rows with their own
+        # optimizer do not know yet.
+        binding = self.rows.binding
+        useless = binding is not None and binding.counts and self.rows.period == 1
+        if useless or _WAITING_KEY + "ids" not in state:
+            return
+        ids = np.asarray(state[_WAITING_KEY + "ids"], np.int64)
+        gradients = np.asarray(state[_WAITING_KEY + "gradients"], self.rows.dtype)
+        steps = int(state[_WAITING_KEY + "steps"])
+        if isinstance(self.rows, PinnedTable):
+            pending.held(self.rows.places_of(ids), gradients, steps, since=1)
+        else:
+            self.group.close_run()
+            pending.parked = ids, gradients, steps
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned. Nothing changes if it does not fit.
@@ -185,7 +245,7 @@ class Engine:
         """
         table = self._checked(state.get("table"), "the saved table")
         slots = {
-            key.removeprefix(SLOT_KEY): self._checked(values, f"the saved '{key}'")
+            key.removeprefix(SLOT_KEY): self._checked(values, f"the saved '{key}'", slot=True)
             for key, values in state.items()
             if key.startswith(SLOT_KEY)
         }
@@ -198,10 +258,20 @@ class Engine:
             self.rows.load_slots(slots)
         self.load_counters(state)
 
-    def _checked(self, values: Any, what: str) -> Rows:
-        expected = (self.rows.rows, self.rows.dim)
+    def _checked(
+        self, values: Any, what: str, width: int | None = None, slot: bool = False
+    ) -> Rows:
+        """The values as an array of the table's rows, of this width or the rows'.
+
+        Args:
+            values: The values.
+            what: What they are, for the message.
+            width: Values for each row.
+            slot: One value for each row will do as well.
+        """
+        expected = (self.rows.rows, width or self.rows.dim)
         array: Rows = np.asarray(values, None if values is None else self.rows.dtype)
-        if array.shape != expected:
+        if array.shape != expected and not (slot and array.shape == (expected[0], 1)):
             raise ValueError(
                 f"The table of layer '{self.rows.name}' has shape {expected}. Received: {what} of "
                 f"shape {array.shape}"

@@ -139,6 +139,13 @@ class _Reader:
     float_dtype: str | None
 
 
+class _Weights:
+    """What a layer reads beside its ids."""
+
+    def __init__(self, layer: ScratchPipeEmbedding) -> None:
+        self.name = f"weights of {layer.name}"
+
+
 def _follow(
     tensor: Any, seen: _Seen, nodes: set[int] | None, root: Any = None, floats: str | None = None
 ) -> Iterator[_Reader]:
@@ -167,6 +174,8 @@ def _follow(
                 yield from _follow(inner.inputs[position], seen, within, root, floats)
         elif isinstance(reader, Unmasked):
             continue  # It knows codes.
+        elif isinstance(reader, ScratchPipeEmbedding) and 0 not in positions:
+            yield _Reader(_Weights(reader), seen, tuple(root.shape), floats)
         elif (passed := _passed_on(node, seen)) is not None:
             for output in node.outputs:
                 yield from _follow(output, passed, nodes, root, floats)

@@ -55,6 +55,11 @@ class HoldWindow:
             (upcoming > batch) & (upcoming <= batch + future)
         )
 
+    def release(self, since: int, kept: Ints) -> None:
+        """Batches from `since` on hold nothing any more but `kept`. Looks at every slot."""
+        np.minimum(self.last_use, since - 1, out=self.last_use)
+        self.last_use[kept] = since
+
     def forget(self, slots: Ints) -> None:
         """Nothing uses `slots`: they are empty."""
         self.last_use[slots] = NEVER

@@ -3,10 +3,11 @@
 import sys
 import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 
 def applying_optimizers() -> list[keras.optimizers.Optimizer]:
@@ -24,6 +25,15 @@ def applying_optimizers() -> list[keras.optimizers.Optimizer]:
     return found
 
 
+def innermost(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """The optimizer that others wrap as their `inner_optimizer`. Missing: a common name for it."""
+    while isinstance(
+        inner := getattr(optimizer, "inner_optimizer", None), keras.optimizers.Optimizer
+    ):
+        optimizer = inner
+    return optimizer
+
+
 def learning_rate_at(optimizer: keras.optimizers.Optimizer, step: Any) -> Any:
     """The optimizer's learning rate at a step that it does not count itself.
 
@@ -33,6 +43,114 @@ def learning_rate_at(optimizer: keras.optimizers.Optimizer, step: Any) -> Any:
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return rate(step)
     return optimizer.learning_rate
+
+
+def period(optimizer: Any) -> int:
+    """The gradients of so many steps are applied together. Missing: 1 in the place of None."""
+    return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)
+
+
+def steps_done(optimizer: keras.optimizers.Optimizer) -> Any:
+    """How often an optimizer was applied.
+
+    Missing: with gradient accumulation `optimizer.iterations` counts whole periods only.
+    """
+    return optimizer._iterations.value if period(optimizer) > 1 else optimizer.iterations
+
+
+def decays(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
+    """Whether an optimizer's weight decay is for a variable.
+
+    Missing: what `exclude_from_weight_decay` has excluded.
+    """
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def loss_scales(optimizers: Sequence[keras.optimizers.Optimizer]) -> tuple[Any, ...]:
+    """What the loss was multiplied by, for the optimizers that are being applied.
+
+    Optimizers may pass on the attributes of those that they wrap, whose scale counts once.
+
+    Args:
+        optimizers: The innermost first.
+    """
+    if not optimizers:
+        return ()
+    scaling = [o for o in optimizers if isinstance(o, keras.optimizers.LossScaleOptimizer)]
+    if scaling:  # The inner optimizer has no scale of its own then.
+        return (scaling[0].dynamic_scale.value,)
+    factor = optimizers[0].loss_scale_factor
+    return () if factor is None else (factor,)
+
+
+def set_tables_apart(optimizer: keras.optimizers.Optimizer) -> None:
+    """Have an optimizer leave weights alone that stand for tables, but hand them their gradients.
+
+    Missing: a word in what becomes of a variable that is overwritten with its gradient. With
+    gradient accumulation Keras allocates an accumulator of the variable's shape and overwrites with
+    the greatest gradient of the steps; a `LossScaleOptimizer` looks for infinities in a dense copy,
+    and does not tell anybody that it skips a step.
+
+    Methods of the instance are replaced. Nothing changes for other variables.
+    """
+    if getattr(optimizer, _APART, False):
+        return
+    setattr(optimizer, _APART, True)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer._common_apply = types.MethodType(_apply_if_finite, optimizer)
+    elif period(optimizer) > 1:
+        optimizer.add_variable_from_reference = types.MethodType(_add_variable, optimizer)
+        optimizer._overwrite_variables_directly_with_gradients = types.MethodType(
+            _hand_over, optimizer
+        )
+
+
+_APART = "_scratchpipe_tables_apart"
+
+
+def _is_table(variable: Any) -> bool:
+    return getattr(variable, "stands_for_table", False)
+
+
+def _add_variable(
+    self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+) -> keras.Variable:
+    """`add_variable_from_reference`: of a table's accumulator a scalar remains, never used."""
+    if not _is_table(reference_variable):
+        original = type(self).add_variable_from_reference
+        return original(self, reference_variable, name=name, initializer=initializer)
+    path = f"{reference_variable.path.replace('/', '_')}_{name}"
+    return self.add_variable((), initializer, reference_variable.dtype, name=path)
+
+
+def _hand_over(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
+    """`_overwrite_variables_directly_with_gradients`: tables get each step's gradients."""
+    pairs = list(zip(grads, variables, strict=True))
+    for gradient, variable in pairs:
+        if _is_table(variable):
+            variable.assign(gradient)
+    others = [pair for pair in pairs if not _is_table(pair[1])]
+    original = type(self)._overwrite_variables_directly_with_gradients
+    return original(self, [g for g, _ in others], [v for _, v in others])
+
+
+def _apply_if_finite(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """`_common_apply`: rows are looked at where they are, and tables are told of skipped steps."""
+    variables = trainable_variables or self._trainable_variables
+    pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+    tables = [(g, v) for g, v in pairs if _is_table(v) and isinstance(g, tf.IndexedSlices)]
+
+    def skip() -> None:
+        self._stateful_handle_non_finite_grads()
+        for gradient, variable in tables:
+            variable.skip(gradient)
+
+    values = [g.values if isinstance(g, tf.IndexedSlices) and _is_table(v) else g for g, v in pairs]
+    keras.ops.cond(
+        self.check_finite(values),
+        lambda: self._stateful_handle_finite_grads(grads, trainable_variables),
+        skip,
+    )
 
 
 def inbound_nodes(operation: Any) -> list[Any]:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from tf_scratchpipe.codes import HIGHEST, LOWEST
 from tf_scratchpipe.errors import bad_ids, check_ids
 from tf_scratchpipe.plan import Ints
+from tf_scratchpipe.row_step import PLAIN, RowStep
 from tf_scratchpipe.slot_group import SlotGroup
 from tf_scratchpipe.storage import HOST_DEVICE
 from tf_scratchpipe.table import CachedTable
@@ -38,8 +39,11 @@ class Lookup(Protocol):
     def read(self, ids: tf.Tensor, frozen: bool) -> tf.Tensor:
         """The rows of ids that will not be trained. `frozen`: in a training step all the same."""
 
-    def update(self, index: tf.Tensor, gradients: tf.Tensor) -> None:
+    def update(self, index: tf.Tensor, gradients: tf.Tensor, step: RowStep = PLAIN) -> None:
         """Move the rows there by their gradients."""
+
+    def skip(self, index: tf.Tensor) -> None:
+        """The step in which these rows were looked up is over; it is not applied."""
 
 
 class IdCheck:
@@ -172,8 +176,17 @@ class CachedLookup:
         self.table.touch(rows)
         return rows
 
-    def update(self, index: tf.Tensor, gradients: tf.Tensor) -> None:
+    def update(self, index: tf.Tensor, gradients: tf.Tensor, step: RowStep = PLAIN) -> None:
         """Move the rows in these slots."""
+        self.table.update(self._once(index), gradients, step)
+
+    def skip(self, index: tf.Tensor) -> None:
+        """The step in which these rows were looked up is over; they stay as they are."""
+        with tf.control_dependencies([self._once(index)]):
+            self.table.skip()
+
+    def _once(self, index: tf.Tensor) -> tf.Tensor:
+        """The index, if the rows there were looked up and their step is not over."""
         with tf.device(HOST_DEVICE):
             once = tf.cond(
                 self.table.is_open(),
@@ -181,8 +194,7 @@ class CachedLookup:
                 lambda: called(self._twice, [], tf.bool, tf.TensorShape([])),
             )
             with tf.control_dependencies([once]):
-                index = tf.identity(index)
-        self.table.update(index, gradients)
+                return tf.identity(index)
 
     def _twice(self) -> npt.NDArray[np.generic]:
         raise ValueError(

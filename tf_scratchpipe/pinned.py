@@ -6,16 +6,19 @@ rows that are looked up most on the device for good; all others are served by th
 the same formulas as in the cached modes, so all modes train to the same table.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tf_scratchpipe.accumulation import coalesced
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.plan import Ints, Rows
+from tf_scratchpipe.row_step import PLAIN, RowStep
 from tf_scratchpipe.storage import HOST_DEVICE, Storage, scattered
-from tf_scratchpipe.table import Binding, TrainedRows, coalesced
+from tf_scratchpipe.table import Binding, TrainedRows
 
 
 class PinnedTable(TrainedRows):
@@ -29,7 +32,8 @@ class PinnedTable(TrainedRows):
     """
 
     def __init__(self, name: str, rows: HostTable, device: str, hot_ids: Ints) -> None:
-        super().__init__(name, rows)
+        self._device = device if hot_ids.size else HOST_DEVICE
+        super().__init__(name, rows, self._device)
         self.hot_ids = hot_ids
         with tf.init_scope():
             self._hot = Storage(self.dim, self.dtype, device, f"{name}_hot")
@@ -51,7 +55,7 @@ class PinnedTable(TrainedRows):
         super().set_binding(binding)
         with tf.init_scope():
             for part in (self._hot, self._cold):
-                part.set_width(len(self.host))
+                part.set_widths(self.widths)
             self._filled = 0
             self.fill()
 
@@ -128,6 +132,17 @@ class PinnedTable(TrainedRows):
         """Slots of the hot rows among rows `start` to `stop`."""
         return np.flatnonzero((self.hot_ids >= start) & (self.hot_ids < stop))
 
+    def places_of(self, ids: Ints) -> Ints:
+        """Where rows are, outside of a step."""
+        return ids if self._places is None else np.asarray(self._places.numpy()[ids])
+
+    def ids_in(self, places: Ints) -> Ints:
+        """Which rows are in these places."""
+        if self._places is None:
+            return places
+        cold = places - self.hot_ids.size
+        return np.where(cold < 0, self.hot_ids[np.minimum(places, self.hot_ids.size - 1)], cold)
+
     def places(self, ids: tf.Tensor) -> tf.Tensor:
         """Where the rows are: below `hot_ids.size` on the device."""
         if self._places is None:
@@ -147,21 +162,27 @@ class PinnedTable(TrainedRows):
         whole.set_shape([None, self.dim])
         return whole
 
-    def update(self, places: tf.Tensor, gradients: tf.Tensor) -> None:
+    def update(self, places: tf.Tensor, gradients: tf.Tensor, step: RowStep = PLAIN) -> None:
         """Move the rows in these places by their gradients, each once."""
-        places = self.after_reads(places)
-        if self._places is None:
-            self.count_step(self._move(self._cold, places, gradients))
-            return
-        moved = []
-        for part, where, slots in self._split(places):
-            moved += self._move(part, slots, tf.gather(gradients, where))
+        with tf.device(self._device):
+            distinct, summed = coalesced(self.after_reads(places), gradients)
+            moved = self.stepped(distinct, summed, step, functools.partial(self._moved, step))
         self.count_step(moved)
 
-    def _move(self, part: Storage, slots: tf.Tensor, gradients: tf.Tensor) -> list[tf.Operation]:
+    def _moved(self, step: RowStep, places: tf.Tensor, gradients: tf.Tensor) -> list[tf.Operation]:
+        gradients = self.clipped(gradients)
+        if self._places is None:
+            return self._move(self._cold, places, gradients, step)
+        moved = []
+        for part, where, slots in self._split(places):
+            moved += self._move(part, slots, tf.gather(gradients, where), step)
+        return moved
+
+    def _move(
+        self, part: Storage, slots: tf.Tensor, gradients: tf.Tensor, step: RowStep
+    ) -> list[tf.Operation]:
         with tf.device(part.device):
-            distinct, summed = coalesced(slots, gradients)
-            return part.scatter(distinct, self.new_values(part.gather(distinct), summed))
+            return part.scatter(slots, self.new_values(part.gather(slots), gradients, step))
 
     def _split(self, places: tf.Tensor) -> list[tuple[Storage, tf.Tensor, tf.Tensor]]:
         """For each storage the positions of the lookups that it serves, and their slots in it."""
@@ -212,6 +233,10 @@ class PinnedLookup:
         self.table.touch(rows)
         return rows
 
-    def update(self, index: tf.Tensor, gradients: tf.Tensor) -> None:
+    def update(self, index: tf.Tensor, gradients: tf.Tensor, step: RowStep = PLAIN) -> None:
         """Move the rows in these places."""
-        self.table.update(index, gradients)
+        self.table.update(index, gradients, step)
+
+    def skip(self, index: tf.Tensor) -> None:
+        """Nothing relies on the count of steps."""
+        self.table.skip()

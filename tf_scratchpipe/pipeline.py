@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tf_scratchpipe.errors import AbandonedError, StallError
+from tf_scratchpipe.errors import AbandonedError, StallError, TooFewSlotsError
 from tf_scratchpipe.executor import EXECUTORS, Executor
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.plan import BatchPlan, Ints
@@ -195,9 +195,9 @@ class PipelineRun:
             with self._timed("plan"):
                 for number, feed in enumerate(self._feeds):
                     self._look(number, feed, window, new)
-                batch = window.popleft()
-                for number, feed in enumerate(self._feeds):
-                    self._plan_feed(batch, number, feed, [b.looked[number] for b in window])
+            batch = window.popleft()
+            for number, feed in enumerate(self._feeds):
+                self._plan_feed(batch, number, feed, [b.looked[number] for b in window])
             yield batch
 
     def _look(self, number: int, feed: Feed, window: Iterable[Batch], new: Sequence[Batch]) -> None:
@@ -207,19 +207,36 @@ class PipelineRun:
 
     def _plan_feed(self, batch: Batch, number: int, feed: Feed, upcoming: Sequence[Looked]) -> None:
         group, ids = feed.group, batch.ids[number]
-        plan = group.plan(
-            self._bases[number] + batch.number,
-            batch.looked[number],
-            upcoming,
-            self._settings.past,
-            self._settings.future,
-        )
+        plan = self._plan_with_slots(batch, number, upcoming)
         batch.plans.append(plan)
-        for feature, array, slots in zip(feed.features, ids, plan.slots, strict=True):
-            codes = group.settings.codec.encode(array, slots, plan.batch)
-            batch.components[feature.position] = _replaced(
-                batch.components[feature.position], feature, codes
-            )
+        with self._timed("plan"):
+            for feature, array, slots in zip(feed.features, ids, plan.slots, strict=True):
+                codes = group.settings.codec.encode(array, slots, plan.batch)
+                batch.components[feature.position] = _replaced(
+                    batch.components[feature.position], feature, codes
+                )
+
+    def _plan_with_slots(self, batch: Batch, number: int, upcoming: Sequence[Looked]) -> BatchPlan:
+        """Plan a batch, if need be once gradients have been applied that hold slots."""
+        group, target = self._feeds[number].group, self._bases[number] + batch.number
+        trained = -1
+        while True:
+            all_over, trained = trained >= target - 1, group.trained()
+            try:
+                with self._timed("plan"):
+                    return group.plan(
+                        target,
+                        batch.looked[number],
+                        upcoming,
+                        self._settings.past,
+                        self._settings.future,
+                    )
+            except TooFewSlotsError:
+                if not group.accumulates() or all_over:
+                    raise
+            self._wait_for_training(number, min(trained + 1, target - 1), "plan", batch)
+            if trained >= target - 1:  # Some batches may have been skipped.
+                group.hold_waiting_only()
 
     def _collect(self, planned: Iterator[Batch]) -> Iterator[Batch]:
         for batch in planned:

@@ -17,13 +17,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tf_scratchpipe import invariants
 from tf_scratchpipe.codes import MAX_SLOTS, SlotCodec
+from tf_scratchpipe.errors import TooFewSlotsError
 from tf_scratchpipe.hold_window import NEVER, Numbers
 from tf_scratchpipe.plan import BatchPlan, Ints, Rows
 from tf_scratchpipe.planner import FUTURE, PAST, Looked, SlotPlanner
@@ -115,6 +116,21 @@ class SlotGroup:
         """Number of the last batch that all tables are through with."""
         return min(int(table.applied.numpy()) for table in self.tables)
 
+    def settled(self) -> int:
+        """Number of the last batch whose gradients, and all before, have been applied.
+
+        Only the rows of these may lose their slots.
+        """
+        return min(table.settled() for table in self.tables)
+
+    def accumulates(self) -> bool:
+        """Whether gradients wait for later steps."""
+        return any(table.period > 1 or table.pending.steps for table in self.tables)
+
+    def has_planned_ahead(self) -> bool:
+        """Whether batches are planned that have not been trained."""
+        return not self._plain and self.planned > self.trained()
+
     def in_a_step(self) -> bool:
         """Whether rows were looked up whose gradients have not been applied."""
         return any(bool(table.is_open()) for table in self.tables)
@@ -122,9 +138,24 @@ class SlotGroup:
     def declare_trained(self) -> None:
         """Batches that were planned and never trained will not be trained any more."""
         for table in self.tables:
+            mine = [batch for batch, owner, _ in self._admitted if owner is table]
+            if self._plain and mine and table.pending.steps:  # Steps were counted otherwise.
+                table.pending.renumber(min(mine))
             table.applied.assign(self.planned)
+        self.hold_waiting_only()
         self._admitted = []
         self._plain = False
+
+    def hold_waiting_only(self) -> None:
+        """All batches that were planned are over: only rows are held whose gradients wait."""
+        with self.lock:
+            waiting = [table.pending for table in self.tables if table.pending.steps]
+            if waiting:
+                since = min(pending.since for pending in waiting)
+                kept = np.concatenate([pending.places for pending in waiting])
+                self.planner.window.release(since, kept)
+                for pending in waiting:
+                    pending.renumber(since)
 
     def declare_trained_before(self, batch: int) -> None:
         """The same, for the batches up to `batch` only."""
@@ -162,17 +193,31 @@ class SlotGroup:
     ) -> BatchPlan:
         """Plan a batch."""
         with self.lock:
+            if self.accumulates() and not self._plain:
+                least_past = max(least_past, batch - 1 - self.settled())
+                past = max(past, least_past)
             before = self.planner.window.last_use.copy() if self.debug else None
-            plan = self.planner.plan(batch, looked, upcoming, past, future, least_past)
+            plan = self._planned(batch, looked, upcoming, past, future, least_past)
             self._pending.append(plan)
             self.stats.count(plan, sum(t.row_bytes for t in self.tables), (past, future))
             if before is not None:
                 self._check(plan, looked, upcoming, before)
             return plan
 
+    def _planned(self, batch: int, looked: Looked, *window: Any) -> BatchPlan:
+        try:
+            return self.planner.plan(batch, looked, *window)
+        except TooFewSlotsError as error:
+            if not self.accumulates():
+                raise
+            raise TooFewSlotsError(
+                f"{error} Rows of earlier batches, whose gradients are accumulated, keep their "
+                "slots until these are applied: fewer `gradient_accumulation_steps` need fewer."
+            ) from None
+
     def warn_if_shortened(self, plan: BatchPlan, whole: tuple[int, int]) -> None:
         """Say once that slots are too few for the whole window (batches before, batches after)."""
-        if (plan.past, plan.future) == whole or self._warned:
+        if (plan.past >= whole[0] and plan.future >= whole[1]) or self._warned:
             return
         self._warned = True
         names = ", ".join(f"'{table.name}'" for table in self.tables)
@@ -248,6 +293,7 @@ class SlotGroup:
         ahead = max(int(table.applied.numpy()) for table in self.tables) > self.planned
         if self._plain or ahead:  # Steps without ids are not planned.
             self.declare_trained()
+        self._bring_back()
         self.run = run
         self.inserted = self.planned
         self.touched = time.monotonic()
@@ -298,11 +344,8 @@ class SlotGroup:
         self.close_run()
         with self.lock:
             if not self._plain:
-                self.declare_trained()
-                self._plain = True
-            self._admitted = [
-                entry for entry in self._admitted if int(entry[1].applied.numpy()) == entry[2]
-            ]
+                self._become_plain()
+            self._admitted = [entry for entry in self._admitted if entry[1].settled() <= entry[2]]
             batch = self.planned + 1
             held = batch - (self._admitted[0][0] if self._admitted else batch)
             with self.timed("plan"):
@@ -315,6 +358,45 @@ class SlotGroup:
                 raise
             self._admitted.append((batch, table, int(table.applied.numpy())))
             return plan.slots[0]
+
+    def _become_plain(self) -> None:
+        """From here on, steps bring their rows in themselves."""
+        self._bring_back()
+        self.declare_trained()
+        self._plain = True
+        for table in self.tables:
+            if table.pending.steps:
+                entry = (table.pending.since, table, int(table.applied.numpy()))
+                self._admitted.append(entry)
+
+    def _bring_back(self) -> None:
+        """Give rows slots again whose gradients have waited without."""
+        for table in self.tables:
+            if table.pending.parked is None:
+                continue
+            self.declare_trained()
+            ids, gradients, steps = table.pending.parked
+            self.size([[ids]], 1)
+            batch = self.planned + 1
+            held = batch - min([t.pending.since for t in self.tables if t.pending.steps] + [batch])
+            plan = self.plan(batch, self.look([ids]), (), held, future=0, least_past=held)
+            try:
+                self._carry_out(plan)
+            except BaseException:
+                self._undo_last()
+                raise
+            table.pending.parked = None
+            table.pending.held(plan.slots[0], gradients, steps, batch)
+            for other in self.tables:
+                other.applied.assign(batch)
+
+    def waiting_ids(self, table: CachedTable) -> Ints:
+        """The rows whose gradients wait, in the order of their places."""
+        with self.lock:
+            ids, slots = self._all_resident()
+            id_of = np.zeros(slots.max(initial=0) + 1, np.int64)
+            id_of[slots] = ids
+            return id_of[table.pending.places]
 
     def _carry_out(self, plan: BatchPlan) -> None:
         with self.timed("collect"):
@@ -420,6 +502,8 @@ class SlotGroup:
         self.close_run()
         with self.lock:
             self.flush()
+            for table in self.tables:
+                table.pending.park(self.waiting_ids(table))
             self._planner = None
             self.inserted = 0
             self.declare_trained()
@@ -445,7 +529,7 @@ class SlotGroup:
             return []
         rows = []
         for host in table.host:
-            buffer = self._buffers.take(ids.size, table.dim, table.dtype)
+            buffer = self._buffers.take(ids.size, host.shape[1], table.dtype)
             transfer.buffers.append(buffer)
             rows.append(host.gather(ids, out=buffer[: ids.size]))
         return rows

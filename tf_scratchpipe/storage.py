@@ -1,8 +1,8 @@
 """The Storage: cached rows on the device (ScratchPipe, section IV-D).
 
-One variable for the rows and one of the same shape for each optimizer slot. They are only ever
-gathered from and scattered to: anything that reads a variable as a whole makes the next scatter
-copy it. Their first dimension may grow, which does copy, and needs no new trace.
+One variable for the rows and one for each optimizer slot, as wide as a row or narrower. They are
+only ever gathered from and scattered to: anything that reads a variable as a whole makes the next
+scatter copy it. Their first dimension may grow, which does copy, and needs no new trace.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,20 @@ class Storage:
     def __init__(self, dim: int, dtype: str, device: str, name: str) -> None:
         self.device = device
         self.slots = 0
-        self._dim = dim
+        self._widths = [dim]
         self._dtype = dtype
         self._name = name
-        self.variables = [self._variable(0)]
+        self.variables = [self._variable(0, dim)]
 
-    def set_width(self, width: int) -> None:
-        """Have `width` variables: for the rows, and for the optimizer slots, which are zeroed."""
-        if width != len(self.variables):
-            self.variables = self.variables[:1] + [self._variable(i) for i in range(1, width)]
+    def set_widths(self, widths: Sequence[int]) -> None:
+        """Have variables of these widths: for the rows, and for the optimizer slots, then zero."""
+        if list(widths) != self._widths:
+            self._widths = list(widths)
+            slots = [self._variable(i, width) for i, width in enumerate(widths) if i]
+            self.variables = self.variables[:1] + slots
         with tf.device(self.device):
-            for variable in self.variables[1:]:
-                variable.assign(tf.zeros((self.slots, self._dim), self._dtype))
+            for variable, width in zip(self.variables[1:], self._widths[1:], strict=True):
+                variable.assign(tf.zeros((self.slots, width), self._dtype))
 
     def clear(self) -> None:
         """Drop all slots."""
@@ -45,8 +47,8 @@ class Storage:
     def grow(self, slots: int) -> None:
         """Add slots, up to `slots` in all. Nothing else may use the storage meanwhile."""
         with tf.device(self.device):
-            for variable in self.variables:
-                added = tf.zeros((slots - self.slots, self._dim), self._dtype)
+            for variable, width in zip(self.variables, self._widths, strict=True):
+                added = tf.zeros((slots - self.slots, width), self._dtype)
                 # Without old slots there is nothing to copy. An earlier attempt may have failed
                 # halfway.
                 old = variable[: self.slots] if self.slots else None
@@ -73,11 +75,11 @@ class Storage:
         with tf.device(self.device):
             return [tf.constant(values) for values in rows]
 
-    def _variable(self, number: int) -> tf.Variable:
+    def _variable(self, number: int, width: int) -> tf.Variable:
         with tf.device(self.device):
             return tf.Variable(
-                tf.zeros((0, self._dim), self._dtype),
-                shape=tf.TensorShape([None, self._dim]),
+                tf.zeros((0, width), self._dtype),
+                shape=tf.TensorShape([None, width]),
                 trainable=False,
                 name=f"{self._name}_storage_{number}" if number else f"{self._name}_storage",
             )

@@ -1,6 +1,7 @@
 """One cached table: its rows on the host, its slots on the device, and how a step uses them."""
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -11,9 +12,11 @@ import tensorflow as tf
 from keras import ops
 
 from tf_scratchpipe import invariants, keras_internals
+from tf_scratchpipe.accumulation import Move, PendingGradients, coalesced
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.plan import Ints, Rows
-from tf_scratchpipe.row_optimizers import RowOptimizer, row_optimizer
+from tf_scratchpipe.row_optimizers import RowOptimizer, clipped, decayed, row_optimizer
+from tf_scratchpipe.row_step import PLAIN, RowStep
 from tf_scratchpipe.storage import HOST_DEVICE, Storage, gathered, scattered
 
 
@@ -44,15 +47,19 @@ class TrainedRows:
     Args:
         name: Name of the layer, for messages.
         rows: Rows of the table.
+        device: Where gradients are that wait for their step.
     """
 
-    def __init__(self, name: str, rows: HostTable) -> None:
+    def __init__(self, name: str, rows: HostTable, device: str) -> None:
         self.name = name
         self.rows, self.dim = rows.shape
         self.dtype = str(rows.dtype)
         self.host = [rows]
         self.binding: Binding | None = None
         self._loaded: dict[str, Rows] = {}
+        self.pending = PendingGradients(self.dim, self.dtype, device)
+        self.period = 1
+        """So many steps' gradients are applied together, as far as is known."""
         with tf.init_scope(), tf.device(HOST_DEVICE):
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False, name="applied")
             """Steps that have moved the rows; in a pipeline, the last such batch's number."""
@@ -63,23 +70,36 @@ class TrainedRows:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row with its optimizer slots."""
-        return len(self.host) * self.dim * np.dtype(self.dtype).itemsize
+        return sum(self.widths) * np.dtype(self.dtype).itemsize
+
+    @property
+    def widths(self) -> list[int]:
+        """Values of a row and of each of its optimizer slots."""
+        return [table.shape[1] for table in self.host]
+
+    def settled(self) -> int:
+        """Number of the last batch whose gradients, and all before, have been applied."""
+        return self.pending.settled(self.applied)
 
     def set_binding(self, binding: Binding) -> None:
         """Have this optimizer move the rows, with fresh slots or those loaded for it."""
         self.binding = binding
         slots = binding.formula.slots
-        tables = [HostTable.filled(self.rows, self.dim, value, self.dtype) for _, value in slots]
-        for (name, _), table in zip(slots, tables, strict=True):
-            if name in self._loaded:
-                table.assign(self._loaded.pop(name))
+        tables = [
+            HostTable.filled(self.rows, slot.width_for(self.dim), slot.initial, self.dtype)
+            for slot in slots
+        ]
+        for slot, table in zip(slots, tables, strict=True):
+            loaded = self._loaded.pop(slot.name, None)
+            if loaded is not None and loaded.shape == table.shape:
+                table.assign(loaded)
         self._loaded = {}
         self.host[1:] = tables
 
     @property
     def slot_names(self) -> list[str]:
         """Names of the optimizer slots, in the order of `host[1:]`."""
-        return [name for name, _ in self.binding.formula.slots] if self.binding else []
+        return [slot.name for slot in self.binding.formula.slots] if self.binding else []
 
     def load_slots(self, values: dict[str, Rows]) -> None:
         """Remember loaded optimizer slots until an optimizer is bound that has them."""
@@ -97,15 +117,56 @@ class TrainedRows:
         """Optimizer slots that were loaded and that no optimizer has taken up yet."""
         return self._loaded
 
-    def new_values(self, values: list[tf.Tensor], gradient: tf.Tensor) -> list[tf.Tensor]:
-        """Rows and slots after one step, given each row's summed gradient."""
+    def new_values(
+        self, values: list[tf.Tensor], gradient: tf.Tensor, step: RowStep
+    ) -> list[tf.Tensor]:
+        """Rows and slots after one step, given each row's clipped gradient."""
         assert self.binding is not None
         optimizer = self.binding.optimizer
         with tf.device(HOST_DEVICE):
-            done = optimizer.iterations if self.binding.counts else self.iterations.read_value()
+            done = self.iterations.read_value()
+            if self.binding.counts:
+                done = keras_internals.steps_done(optimizer)
         rate = ops.cast(keras_internals.learning_rate_at(optimizer, done), self.dtype)
-        number = ops.cast(done + 1, self.dtype)
+        # Steps that only add gradients up are steps for schedules, but not for formulas.
+        number = ops.cast(done // step.period + 1, self.dtype)
+        if step.decays:
+            values = [decayed(optimizer, values[0], rate), *values[1:]]
         return self.binding.formula.step(values, gradient, rate, number)
+
+    def stepped(
+        self, places: tf.Tensor, gradients: tf.Tensor, step: RowStep, move: Move
+    ) -> list[tf.Operation]:
+        """Have `move` move rows, now or when the gradients of more steps have come.
+
+        Args:
+            places: Places of the step's rows, each once.
+            gradients: Their summed gradients.
+            step: What the optimizers say.
+            move: Moves rows by gradients that are ready to be clipped.
+        """
+        gradients = step.unscaled(gradients)
+        if step.period == 1:
+            return move(places, gradients)
+        with tf.device(HOST_DEVICE), tf.control_dependencies([places]):
+            done = self.iterations.read_value() if step.done is None else step.done
+            batch = self.applied.read_value() + 1
+        taken = self.pending.take(places, gradients, done, step.period, batch, move, self._rested)
+        return [taken]
+
+    def skip(self) -> None:
+        """Note that a step is over that its optimizer did not apply."""
+        with tf.control_dependencies(self._rested()), tf.device(HOST_DEVICE):
+            self.applied.assign_add(1)
+
+    def _rested(self) -> list[tf.Operation]:
+        """A step moves no rows. Returns what it has to wait for."""
+        return []
+
+    def clipped(self, gradients: tf.Tensor) -> tf.Tensor:
+        """A step's gradients, each row's once, clipped as the optimizer says."""
+        assert self.binding is not None
+        return clipped(self.binding.optimizer, gradients)
 
     def after_reads(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor, once all reads that came before in the step are over.
@@ -130,13 +191,6 @@ class TrainedRows:
                 self.iterations.assign_add(1)
 
 
-def coalesced(slots: tf.Tensor, gradients: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Each slot once, and the sum of its gradients."""
-    with tf.device(HOST_DEVICE):  # Where slots come from; how many there are is needed there.
-        distinct, position = tf.unique(slots)
-    return distinct, tf.math.unsorted_segment_sum(gradients, position, tf.size(distinct))
-
-
 class CachedTable(TrainedRows):
     """A table whose rows are trained in slots on the device.
 
@@ -147,7 +201,7 @@ class CachedTable(TrainedRows):
     """
 
     def __init__(self, name: str, rows: HostTable, device: str) -> None:
-        super().__init__(name, rows)
+        super().__init__(name, rows, device)
         self.shadow: Shadow | None = None
         with tf.init_scope():
             with tf.device(HOST_DEVICE):
@@ -168,7 +222,7 @@ class CachedTable(TrainedRows):
         """Bind an optimizer. The caller fills the slots of cached rows in."""
         super().set_binding(binding)
         with tf.init_scope():
-            self.storage.set_width(len(self.host))
+            self.storage.set_widths(self.widths)
 
     def grow(self, slots: int) -> None:
         """Add slots, up to `slots` in all."""
@@ -219,23 +273,36 @@ class CachedTable(TrainedRows):
 
     def count_frozen_lookup(self, batch: tf.Tensor, rows: tf.Tensor) -> None:
         """A batch that trains nothing is over once all features have been looked up."""
-        with tf.control_dependencies([rows]), tf.device(HOST_DEVICE):
+        # Rows may leave their slots from here on.
+        dropped = self.pending.drop()
+        with tf.control_dependencies([rows, dropped]), tf.device(HOST_DEVICE):
             seen = tf.where(self._frozen_batch == batch, self._frozen_seen + 1, 1)
             over = seen >= self.lookups_in_batch
             self._frozen_batch.assign(batch)
             self._frozen_seen.assign(seen)
             self.applied.assign(tf.where(over, batch, batch - 1))
 
-    def update(self, slots: tf.Tensor, gradients: tf.Tensor) -> None:
+    def update(self, slots: tf.Tensor, gradients: tf.Tensor, step: RowStep = PLAIN) -> None:
         """Move the rows in `slots` by their gradients, each once."""
         with tf.device(self.storage.device):
             distinct, summed = coalesced(slots, gradients)
             distinct = self.after_reads(distinct)
-            new = self.new_values(self.storage.gather(distinct), summed)
-            moved = self.storage.scatter(distinct, new)
-        if self.shadow is not None:
-            moved = [*moved, self.shadow.followed(distinct, new[0])]
+            moved = self.stepped(distinct, summed, step, functools.partial(self._moved, step))
         self.count_step(moved)
+
+    def _moved(self, step: RowStep, slots: tf.Tensor, gradients: tf.Tensor) -> list[tf.Operation]:
+        with tf.device(self.storage.device):
+            new = self.new_values(self.storage.gather(slots), self.clipped(gradients), step)
+            moved = self.storage.scatter(slots, new)
+        if self.shadow is not None:
+            moved = [*moved, self.shadow.followed(slots, new[0])]
+        return moved
+
+    def _rested(self) -> list[tf.Operation]:
+        if self.shadow is None:
+            return []
+        none = tf.zeros((0,), tf.int64), tf.zeros((0, self.dim), self.dtype)
+        return [self.shadow.followed(*none)]
 
 
 class Shadow:
@@ -308,7 +375,10 @@ class Shadow:
     def _ids(self, slots: Ints) -> Ints:
         """The rows that the plan of the batch in training says are in `slots`."""
         batch = self._done() + 1
+        resident = self._resident(slots)
         if batch not in self._owners:
-            return self._resident(slots)
+            return resident
         known, ids = self._owners[batch]
-        return ids[np.searchsorted(known, slots)]
+        found = np.minimum(np.searchsorted(known, slots), known.size - 1)
+        # Rows of earlier batches, whose gradients wait, have not moved.
+        return np.where(known[found] == slots, ids[found], resident)

@@ -59,7 +59,7 @@ def write(
     directory: pathlib.Path,
     columns: Columns,
     read: Reader,
-    counters: Mapping[str, int],
+    counters: Mapping[str, Any],
     sync: bool = False,
 ) -> None:
     """Write a table.
@@ -68,9 +68,11 @@ def write(
         directory: Where; it is there and empty.
         columns: What to write.
         read: Gives the rows.
-        counters: Numbers that go with the table.
+        counters: Whole numbers and arrays that go with the table.
         sync: Whether to wait until the disk has it.
     """
+    arrays = {name: np.asarray(value) for name, value in counters.items() if np.ndim(value)}
+    numbers = {name: int(value) for name, value in counters.items() if name not in arrays}
     files = {name: (directory / f"{name}.npy").open("wb") for name in columns}
     sums = dict.fromkeys(columns, 0)
     try:
@@ -87,7 +89,10 @@ def write(
         for file in files.values():
             file.close()
     described = {n: {**dataclasses.asdict(c), "crc32": sums[n]} for n, c in columns.items()}
-    manifest = {"format": FORMAT, "columns": described, "counters": dict(counters)}
+    manifest = {"format": FORMAT, "columns": described, "counters": numbers}
+    manifest["arrays"] = {
+        name: _write_array(directory / f"{name}.npy", array, sync) for name, array in arrays.items()
+    }
     write_json(directory / MANIFEST, manifest, sync)
 
 
@@ -104,12 +109,20 @@ class TableFiles:
     def __init__(self, directory: pathlib.Path) -> None:
         self._directory = directory
         manifest = read_json(directory / MANIFEST)
-        self.columns: dict[str, Column] = {
-            name: Column(tuple(entry["shape"]), entry["dtype"])
-            for name, entry in manifest["columns"].items()
+        entries = {**manifest["columns"], **manifest.get("arrays", {})}
+        self._described = {
+            name: Column(tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()
         }
-        self.counters: dict[str, int] = manifest["counters"]
-        self._sums = {name: entry["crc32"] for name, entry in manifest["columns"].items()}
+        self.columns = {name: self._described[name] for name in manifest["columns"]}
+        self._numbers: dict[str, int] = manifest["counters"]
+        self._sums = {name: entry["crc32"] for name, entry in entries.items()}
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Whole numbers and arrays that go with the table."""
+        names = self._described.keys() - self.columns.keys()
+        arrays = {name: self._rows(name, 0, self._described[name].shape[0]) for name in names}
+        return {**self._numbers, **arrays}
 
     def verify(self) -> None:
         """Read everything once.
@@ -117,7 +130,7 @@ class TableFiles:
         Raises:
             ValueError: It is not what was written.
         """
-        for name, column in self.columns.items():
+        for name, column in self._described.items():
             path = self._path(name)
             begin = self._begin(name)
             expected = begin + column.shape[0] * column.row_bytes
@@ -132,7 +145,7 @@ class TableFiles:
         return {name: self._rows(name, start, stop) for name in self.columns}
 
     def _rows(self, name: str, start: int, stop: int) -> Rows:
-        column = self.columns[name]
+        column = self._described[name]
         with self._path(name).open("rb") as file:
             file.seek(self._begin(name) + start * column.row_bytes)
             data = file.read((stop - start) * column.row_bytes)
@@ -141,7 +154,7 @@ class TableFiles:
 
     def _begin(self, name: str) -> int:
         """Where the rows begin, if the file says what the manifest says."""
-        path, column = self._path(name), self.columns[name]
+        path, column = self._path(name), self._described[name]
         try:
             with path.open("rb") as file:
                 version = np.lib.format.read_magic(file)
@@ -215,6 +228,16 @@ def damaged(path: pathlib.Path, received: str, expected: str) -> ValueError:
         f"The saved state is damaged: '{path}'. Received: {received}. Expected: {expected}. "
         "Nothing was loaded; load another copy."
     )
+
+
+def _write_array(path: pathlib.Path, array: np.ndarray, sync: bool) -> dict[str, Any]:
+    """Write an array; returns what the manifest says of it."""
+    column, data = Column(array.shape, str(array.dtype)), _bytes(np.ascontiguousarray(array))
+    with path.open("wb") as file:
+        _write_header(file, column)
+        file.write(data)
+        flush(file, sync)
+    return {**dataclasses.asdict(column), "crc32": zlib.crc32(data)}
 
 
 def _write_header(file: BinaryIO, column: Column) -> None:

@@ -33,6 +33,7 @@ class TableVariable(keras.Variable):
         read: Gives the whole table.
         write: Sets the whole table.
         update: Moves the rows by their gradients.
+        skip: Told of gradients whose step is not applied.
         touched: Called when Keras takes the variable up, to say whether it may.
         to_tensors: Gives what tf.train.Checkpoint saves.
         from_tensors: Takes it over.
@@ -48,6 +49,7 @@ class TableVariable(keras.Variable):
         read: Callable[[], Rows],
         write: Callable[[Rows], None],
         update: Callable[[tf.IndexedSlices], None],
+        skip: Callable[[tf.IndexedSlices], None],
         touched: Callable[[], object],
         to_tensors: Callable[[], dict[str, tf.Tensor]],
         from_tensors: Callable[[dict[str, tf.Tensor]], None],
@@ -57,9 +59,12 @@ class TableVariable(keras.Variable):
         self._read = read
         self._write = write
         self._update = update
+        self._skip = skip
         self._touched = touched
         self._to_tensors = to_tensors
         self._from_tensors = from_tensors
+
+    stands_for_table = True
 
     @property
     def trap(self) -> tf.Variable:
@@ -86,6 +91,10 @@ class TableVariable(keras.Variable):
                 "outside a graph by `layer.set_table(values)`."
             )
         self._write(np.asarray(value))
+
+    def skip(self, gradients: tf.IndexedSlices) -> None:
+        """Note that the optimizer throws these gradients away."""
+        self._skip(gradients)
 
     def assign_add(self, value: Any) -> None:
         """Refused: the rows are trained by their own optimizer."""

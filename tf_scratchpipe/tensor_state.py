@@ -36,6 +36,17 @@ def to_tensors(state: TrainedState, counters: Mapping[str, Any]) -> dict[str, tf
         for number, name in enumerate(slots):
             tensors[f"slot_{number}"] = tf.constant(state.column(name))
         tensors["slot_names"] = tf.constant(slots, tf.string, (len(slots),))
+        # Of either kind there is one at most: the rows whose gradients wait, and the gradients.
+        arrays = {name: np.asarray(value) for name, value in counters.items() if np.ndim(value)}
+        counters = {name: value for name, value in counters.items() if name not in arrays}
+        kinds = {array.dtype.kind in "iu": name for name, array in arrays.items()}
+        for key, whole, empty in (
+            ("whole_numbers", True, tf.zeros((0,), tf.int64)),
+            ("numbers", False, nothing),
+        ):
+            found = kinds.get(whole)
+            tensors[key] = empty if found is None else tf.constant(arrays[found])
+            tensors[f"{key}_name"] = tf.constant(found or "")
         tensors["counter_names"] = tf.constant(list(counters), tf.string, (len(counters),))
         values = [int(value) for value in counters.values()]
         tensors["counters"] = tf.constant(values, tf.int64, (len(counters),))
@@ -54,6 +65,9 @@ def load_tensors(state: TrainedState, tensors: Mapping[str, tf.Tensor]) -> None:
     values["table"] = arrays["table"]
     names = [name.decode() for name in arrays["counter_names"]]
     counters = dict(zip(names, arrays["counters"], strict=True))
+    for key in ("whole_numbers", "numbers"):
+        if name := arrays[f"{key}_name"].item().decode():
+            counters[name] = arrays[key]
 
     def read(start: int, stop: int) -> dict[str, Rows]:
         return {name: value[start:stop] for name, value in values.items()}

@@ -7,9 +7,11 @@ the layer for tf_keras.
 import io
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from tf_scratchpipe import tf_keras_internals, tf_keras_optimizers
 from tf_scratchpipe.embedding import ScratchPipeEmbedding
 from tf_scratchpipe.initial_rows import LARGEST_WHOLE
 from tf_scratchpipe.tf_keras_internals import StandIn
@@ -53,6 +55,11 @@ class Core(ScratchPipeEmbedding):
         """Create the table."""
         super().build(input_shape)
         self.embeddings: Any = self._weight
+
+    def _decays(self, mover: keras.optimizers.Optimizer) -> bool:
+        """As the optimizer of tf_keras says, if it is one that moves the rows."""
+        told = tf_keras_optimizers.original(mover)
+        return told is mover or tf_keras_internals.decays(told, self._weight.variable)
 
 
 class Parts:

@@ -158,6 +158,14 @@ def learning_rate_at(optimizer: Any, step: Any) -> tf.Tensor:
     return tf.convert_to_tensor(rate)
 
 
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer's weight decay is for a variable.
+
+    Missing: what `exclude_from_weight_decay` has excluded.
+    """
+    return bool(optimizer._use_weight_decay(variable))
+
+
 def count_steps_with(twin: keras.optimizers.Optimizer, optimizer: Any) -> None:
     """Have an optimizer of Keras 3 show the steps that one of tf_keras counts.
 

@@ -71,8 +71,7 @@ class TrainedState:
             directory: The directory.
             sync: Whether to wait until the disk has it.
         """
-        counters = {name: int(value) for name, value in self._engine.counters().items()}
-        table_files.write(directory, self.columns(), self.read, counters, sync)
+        table_files.write(directory, self.columns(), self.read, self._engine.counters(), sync)
 
     def load(self, directory: pathlib.Path) -> None:
         """Take over what `save` wrote.
@@ -128,7 +127,7 @@ class TrainedState:
         Args:
             columns: What there is.
             read: Gives some rows of it.
-            counters: Numbers that go with it.
+            counters: Numbers and arrays that go with it.
 
         Raises:
             ValueError: It does not fit. Nothing has changed.

@@ -56,6 +56,12 @@ CASES = [
     ("adam", "several", "thread", "lru", 600),
     ("amsgrad", "fit", "inline", "lru", None),
     ("schedule", "fit", "thread", "lru", 600),
+    pytest.param("adamw", "fit", "thread", "lru", 600, marks=pytest.mark.slow),
+    ("rmsprop", "several", "inline", "lfu", 130),
+    pytest.param("centered", "eager", "thread", "lru", 130, marks=pytest.mark.slow),
+    ("ftrl", "fit", "thread", "random", 600),
+    ("rowwise", "fit", "thread", "lru", 130),
+    pytest.param("rowwise", "several", "inline", "lfu", None, marks=pytest.mark.slow),
 ]
 COMPILING = {"fit": {}, "eager": {"run_eagerly": True}, "several": {"steps_per_execution": 5}}
 
@@ -85,6 +91,9 @@ def test_pipelined_training_is_bit_identical(optimizer, drive, executor, replace
         ("static", "adam", "several"),
         ("host", "adagrad", "fit"),
         ("host", "nesterov", "several"),
+        ("synchronous", "rowwise", "fit"),
+        pytest.param("static", "adamw", "fit", marks=pytest.mark.slow),
+        pytest.param("host", "ftrl", "several", marks=pytest.mark.slow),
     ],
 )
 def test_the_other_modes_are_bit_identical(mode, optimizer, drive):

@@ -11,7 +11,7 @@ from tf_scratchpipe import BadIdError, ScratchPipeEmbedding, lookahead
 
 ROWS, DIM, BATCH, LOOKUPS = 60, 4, 8, 3
 MODES = ["pipelined", "synchronous", "static", "host"]
-UNKNOWN = ["Lion", "RMSprop", "Ftrl", "AdamW", "Adadelta", "Adamax", "Nadam", "Adafactor"]
+UNKNOWN = ["Lion", "Adadelta", "Adamax", "Nadam", "Adafactor"]
 
 
 def _layer(mode="pipelined", **settings):
@@ -48,13 +48,14 @@ def _dataset(*data):
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_optimizers_without_a_row_formula(name, given):
     optimizer = name if given == "name" else getattr(keras.optimizers, name)()
-    text = f"can be trained by 'SGD', 'Adagrad', 'Adam'. Received: optimizer={name}. Pass one"
+    known = "'SGD', 'Adagrad', 'RowwiseAdagrad', 'Adam', 'AdamW', 'RMSprop', 'Ftrl'"
+    text = f"can be trained by {known}. Received: optimizer={name}. Pass one"
     with pytest.raises(ValueError, match=text):
         _layer(optimizer=optimizer)
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "host"])
-@pytest.mark.parametrize("name", ["Lion", "AdamW"])
+@pytest.mark.parametrize("name", ["Lion", "Nadam"])
 def test_models_optimizers_without_a_row_formula(name, mode):
     layer = _layer(mode)
     start = layer.get_table()
@@ -65,8 +66,8 @@ def test_models_optimizers_without_a_row_formula(name, mode):
 
 
 def test_lookahead_refuses_a_models_optimizer_without_a_row_formula():
-    model = _model(_layer(), keras.optimizers.RMSprop())
-    with pytest.raises(ValueError, match=r"Received: optimizer=RMSprop. Pass one of these as"):
+    model = _model(_layer(), keras.optimizers.Nadam())
+    with pytest.raises(ValueError, match=r"Received: optimizer=Nadam. Pass one of these as"):
         _dataset(*_data()).apply(lookahead(model))
 
 
@@ -86,29 +87,22 @@ def test_a_users_own_class_of_a_known_name():
         _layer(optimizer=Adam())
 
 
-SETTINGS = {
-    "weight_decay": 0.1,
-    "clipnorm": 1.0,
-    "clipvalue": 0.5,
-    "global_clipnorm": 1.0,
-    "use_ema": True,
-    "gradient_accumulation_steps": 2,
-    "loss_scale_factor": 8.0,
-}
+# What stands in the message beside the setting.
+SETTINGS = {"global_clipnorm": (1.0, "Use `clipnorm`"), "use_ema": (True, "Leave it out")}
 
 
 @pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.Adam])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_the_rows_optimizer(setting, optimizer):
-    value = SETTINGS[setting]
-    with pytest.raises(ValueError, match=f"cannot keep {setting}={value} of optimizer"):
+    value, remedy = SETTINGS[setting]
+    with pytest.raises(ValueError, match=rf"cannot keep {setting}={value} of optimizer.*{remedy}"):
         _layer(optimizer=optimizer(**{setting: value}))
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "host"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_the_models_optimizer(setting, mode):
-    value = SETTINGS[setting]
+    value, _ = SETTINGS[setting]
     layer = _layer(mode)
     start = layer.get_table()
     model = _model(layer, keras.optimizers.SGD(0.1, **{setting: value}))
@@ -117,13 +111,37 @@ def test_settings_of_the_models_optimizer(setting, mode):
     np.testing.assert_array_equal(layer.get_table(), start)
 
 
-@pytest.mark.parametrize("setting", [name for name in SETTINGS if name != "weight_decay"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_the_models_optimizer_that_would_not_reach_rows_with_their_own(setting):
-    """Clipping, averages and scaling are of the step as a whole."""
-    value = SETTINGS[setting]
+    """Averages and the norm of all gradients are of the step as a whole."""
+    value, _ = SETTINGS[setting]
     model = _model(_layer(optimizer="sgd"), keras.optimizers.SGD(0.1, **{setting: value}))
     with pytest.raises(ValueError, match=f"cannot keep {setting}={value} of optimizer 'SGD'"):
         model.fit(_dataset(*_data()).apply(lookahead(model)), verbose=0)
+
+
+def test_a_loss_scale_of_the_rows_own_optimizer():
+    with pytest.raises(
+        ValueError, match=r"Received: loss_scale_factor=8.0. The optimizer that the"
+    ):
+        _layer(optimizer=keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
+
+
+def test_rows_and_model_that_accumulate_over_different_numbers_of_steps():
+    own = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+    model = _model(_layer(optimizer=own), keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=3 of the layer's, 2 of the"):
+        _dataset(*_data()).apply(lookahead(model))
+
+
+def test_accumulation_that_nobody_knew_of_when_batches_were_planned():
+    layer = _layer(optimizer="sgd")
+    # In a graph the step is traced, which tells, before the first batch is fetched.
+    accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model = _model(layer, accumulating, run_eagerly=True)
+    train = _dataset(*_data()).apply(lookahead(layer))
+    with pytest.raises(ValueError, match="learns in the middle of a pass of `lookahead`"):
+        model.fit(train, verbose=0)
 
 
 def test_decay_of_the_other_weights_does_not_reach_rows_with_their_own_optimizer():
@@ -136,14 +154,6 @@ def test_decay_of_the_other_weights_does_not_reach_rows_with_their_own_optimizer
     np.testing.assert_array_equal(*tables)
 
 
-@pytest.mark.parametrize("own", [None, "sgd"])
-def test_loss_scale_optimizer(own):
-    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-    model = _model(_layer(optimizer=own), scaling)
-    with pytest.raises(ValueError, match="cannot be trained under a LossScaleOptimizer"):
-        model.fit(*_data(), batch_size=BATCH, verbose=0)
-
-
 def test_a_layer_that_nobody_has_told_an_optimizer():
     layer = _layer()
     with pytest.raises(ValueError, match="does not know its row optimizer"):
@@ -151,14 +161,6 @@ def test_a_layer_that_nobody_has_told_an_optimizer():
 
 
 # ---- dtypes and strategies --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
-def test_float16(policy):
-    with pytest.raises(
-        ValueError, match=f"under dtype policy '{policy}' yet: a step that overflows"
-    ):
-        _layer(dtype=policy)(tf.constant([[1]]))
 
 
 @pytest.mark.parametrize("make", [tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy])

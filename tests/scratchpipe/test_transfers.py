@@ -15,7 +15,9 @@ IDS, TARGETS = uncached.data(30)
 TRAIN = uncached.dataset(IDS, TARGETS)
 
 
-@pytest.mark.parametrize(("optimizer", "variables"), [("sgd", 1), ("adagrad", 2), ("adam", 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "variables"), [("sgd", 1), ("adagrad", 2), ("adam", 3), ("rowwise", 2)]
+)
 def test_one_gather_and_one_scatter_for_each_variable(optimizer, variables, monkeypatch):
     model, layer = uncached.cached_model(optimizer, num_slots=500)
     # The first pass traces the step, whose own gathers and scatters would count.
@@ -50,7 +52,8 @@ def test_one_gather_and_one_scatter_for_each_variable(optimizer, variables, monk
     }
     assert rows["HostTable", "gather"] == rows["HostTable", "scatter"] == fills * variables
     assert rows["Storage", "gather"] == rows["Storage", "scatter"] == fills
-    row = uncached.DIM * 4 * variables
+    row = sum(layer.engine.rows.widths) * 4
+    assert row == (uncached.DIM + 1 if optimizer == "rowwise" else uncached.DIM * variables) * 4
     assert after.bytes_to_device - before.bytes_to_device == fills * row
     assert after.bytes_to_host - before.bytes_to_host == evictions * row
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_scratchpipe import ScratchPipeEmbedding
+from tf_scratchpipe import RowwiseAdagrad, ScratchPipeEmbedding
 from tf_scratchpipe.row_optimizers import RowOptimizer, row_optimizer
 
 ROWS, DIM, LOOKUPS, BATCH = 5000, 4, 4, 32
@@ -20,6 +20,19 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
     "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-4),
     "amsgrad": lambda: keras.optimizers.Adam(0.01, epsilon=1e-4, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-4),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-4),
+    "centered": lambda: keras.optimizers.RMSprop(
+        0.01, rho=0.8, momentum=0.7, epsilon=1e-3, centered=True
+    ),
+    "ftrl": lambda: keras.optimizers.Ftrl(
+        0.1,
+        l1_regularization_strength=1e-4,
+        l2_regularization_strength=1e-3,
+        l2_shrinkage_regularization_strength=1e-3,
+        beta=0.1,
+    ),
+    "rowwise": lambda: RowwiseAdagrad(0.05, initial_accumulator_value=0.1),
     "schedule": lambda: keras.optimizers.Adagrad(
         keras.optimizers.schedules.ExponentialDecay(0.1, 50, 0.5)
     ),
@@ -111,7 +124,10 @@ class Uncached(keras.Model):
         variables = [table.value, *self.slots]
         rate = keras.ops.cast(self.optimizer.learning_rate, "float32")
         number = keras.ops.cast(self.optimizer.iterations + 1, "float32")
-        new = self.formula.step([tf.gather(v, rows) for v in variables], summed, rate, number)
+        values = [tf.gather(v, rows) for v in variables]
+        if self.optimizer.weight_decay:
+            values[0] = values[0] - values[0] * self.optimizer.weight_decay * rate
+        new = self.formula.step(values, summed, rate, number)
         for variable, values in zip(variables, new, strict=True):
             variable.scatter_update(tf.IndexedSlices(values, rows))
         self.optimizer.apply(gradients, dense)
@@ -135,7 +151,10 @@ def train_uncached(optimizer: str, compiling: dict[str, Any], **fitting: Any) ->
     instance = OPTIMIZERS[optimizer]()
     model.compile(instance, "mse", **compiling)
     model.formula = row_optimizer(instance)
-    model.slots = [tf.Variable(tf.fill((ROWS, DIM), value)) for _, value in model.formula.slots]
+    model.slots = [
+        tf.Variable(tf.fill((ROWS, slot.width_for(DIM)), slot.initial))
+        for slot in model.formula.slots
+    ]
     instance.build(model.trainable_variables[1:])
     history = model.fit(**fitting).history
     tables = [layer.table.numpy(), *(slot.numpy() for slot in model.slots)]
@@ -190,6 +209,32 @@ def numpy_step(optimizer: str) -> Callable[..., list[np.ndarray]]:
         row = values[0] - rate * first / (np.sqrt(highest) + 1e-4)
         return [row, first, second, highest][: len(values)]
 
+    def adamw(values: list[np.ndarray], gradient: np.ndarray, n: int) -> list[np.ndarray]:
+        return adam([values[0] - values[0] * 0.1 * 0.01, *values[1:]], gradient, n)
+
+    def rmsprop(values: list[np.ndarray], gradient: np.ndarray, _: int) -> list[np.ndarray]:
+        second = 0.9 * values[1] + 0.1 * gradient**2
+        return [values[0] - 0.01 * gradient / np.sqrt(second + 1e-4), second]
+
+    def centered(values: list[np.ndarray], gradient: np.ndarray, _: int) -> list[np.ndarray]:
+        row, second, moment, first = values
+        second = 0.8 * second + 0.2 * gradient**2
+        first = 0.8 * first + 0.2 * gradient
+        moment = 0.7 * moment + 0.01 * gradient / np.sqrt(second - first**2 + 1e-3)
+        return [row - moment, second, moment, first]
+
+    def ftrl(values: list[np.ndarray], gradient: np.ndarray, _: int) -> list[np.ndarray]:
+        row, total, linear = values
+        risen = np.sqrt(total + gradient**2) - np.sqrt(total)
+        linear = linear + gradient + 2e-3 * row - risen / 0.1 * row
+        total = total + gradient**2
+        quadratic = np.sqrt(total) / 0.1 + 2 * (1e-3 + 0.1 / 0.2)
+        return [(np.clip(linear, -1e-4, 1e-4) - linear) / quadratic, total, linear]
+
+    def rowwise(values: list[np.ndarray], gradient: np.ndarray, _: int) -> list[np.ndarray]:
+        total = values[1] + np.mean(gradient**2, axis=-1, keepdims=True)
+        return [values[0] - 0.05 * gradient / (np.sqrt(total) + 1e-8), total]
+
     return locals()["adam" if optimizer == "amsgrad" else optimizer]
 
 
@@ -201,7 +246,16 @@ FIRST_SLOTS = {
     "schedule": [0.1],
     "adam": [0.0, 0.0],
     "amsgrad": [0.0, 0.0, 0.0],
+    "adamw": [0.0, 0.0],
+    "rmsprop": [0.0],
+    "centered": [0.0, 0.0, 0.0],
+    "ftrl": [0.1, 0.0],
+    "rowwise": [0.1],
 }
+
+
+def _slot_shape(optimizer: str, value: np.ndarray) -> tuple[int, ...]:
+    return (*value.shape[:-1], 1) if optimizer == "rowwise" else value.shape
 
 
 def train_numpy(
@@ -210,7 +264,8 @@ def train_numpy(
     """Train the same model in float64. Returns the table and its slots, kernel, bias."""
     step = numpy_step(optimizer)
     table, kernel, bias = (
-        [value.astype(np.float64)] + [np.full(value.shape, s) for s in FIRST_SLOTS[optimizer]]
+        [value.astype(np.float64)]
+        + [np.full(_slot_shape(optimizer, value), s) for s in FIRST_SLOTS[optimizer]]
         for value in start
     )
     for number, begin in enumerate(list(range(0, len(ids), BATCH)) * epochs, start=1):
