@@ -163,7 +163,7 @@ class _Rewiring:
                 self.due.setdefault(min(readers), []).append((decision, nodes))
         self.waits = {} if in_loop else scheduling.waits(view, sorted(self.due))
         self.after: dict[int, list[int]] = {}
-        if (self.due or self.removed) and not in_loop:
+        if (self.due or self.removed or schedule.bits) and not in_loop:
             for first, second in scheduling.put_offs(view, self.passed):
                 self.after.setdefault(second, []).append(first)
         self._note_sums([view.by_name[n] for n in schedule.sums])

@@ -150,12 +150,14 @@ def late_nodes(view: GraphView) -> list[bool]:
 
 
 def _running_late(view: GraphView, steps: Sequence[int]) -> list[bool]:
-    """Which backward nodes cannot run before the loss is there: they need forward values, and run
-    after it.
+    """Which backward nodes run after the forward pass: they need its values, and run when the last
+    of all that backward nodes need is there. The loss itself may come later still.
     """
-    loss_step = steps[view.tensors[view.loss].node]
+    needed = {view.tensors[t].node for t in view.residuals}
+    ends = [steps[n] for n in needed if holds_values(view, view.nodes[n])]
     needs_forward = need_forward_values(view)
-    return [needs_forward[node.id] and steps[node.id] > loss_step for node in view.nodes]
+    end = max(ends, default=0)
+    return [needs_forward[node.id] and steps[node.id] > end for node in view.nodes]
 
 
 def find_delays(view: GraphView) -> list[Delay]:

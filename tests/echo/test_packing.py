@@ -119,7 +119,8 @@ def test_the_packed_step_as_text():
 
 def tower(count: int) -> GraphView:
     """Residual blocks of a product and a ReLU."""
-    lines = ["h0 = Placeholder [1MiB]", "w = Placeholder [1KiB fixed]"]
+    lines = ["h0 = Placeholder [1MiB]", "v = VarHandleOp [0B resource fixed]"]
+    lines += ["w = ReadVariableOp v [1KiB fixed]"]
     for i in range(count):
         lines += [
             f"p{i} = MatMul h{i} w [1MiB]",

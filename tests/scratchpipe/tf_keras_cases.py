@@ -141,7 +141,8 @@ def test_the_same_bits_as_lazy_training_of_a_whole_table(optimizer):
     whole.compile(functional.optimizer, "mse")
     whole.formula = row_optimizer(twin(whole.optimizer, of_model=True))
     whole.rate = float(whole.optimizer.learning_rate)
-    slots = [tf.Variable(tf.fill((ROWS, DIM), v)) for v in (slot.initial for slot in whole.formula.slots)]
+    initial = [slot.initial for slot in whole.formula.slots]
+    slots = [tf.Variable(tf.fill((ROWS, DIM), value)) for value in initial]
     whole.slots = lambda: slots  # Not among the model's weights.
     _assert_same(mine, _outcome(whole, x=_dataset(IDS, TARGETS)))
     for number, slot in enumerate(slots, start=1):
