@@ -2,6 +2,7 @@
 
     python benchmarks/scratchpipe_step_time.py
     python benchmarks/scratchpipe_step_time.py --rows 100000 --steps 100 --optimizer adagrad
+    python benchmarks/scratchpipe_step_time.py --criteo     # 26 tables, see criteo.py
 
 The model is an embedding whose rows are pooled by sum, Dense(64) and Dense(1), in `model.fit`. The
 `host` mode is the best uncached form: the whole table in host memory, a gather, and an update of
@@ -14,6 +15,10 @@ measured once the cache evicts, or the warm-up is over if it never will; hit rat
 training waited for Insert, in all measured steps. The second table is the `pipelined` mode with
 other numbers of slots. Neither these nor the rows of the table should change the time of its steps,
 but for the rows that move: compare lines with about as many fills.
+
+With `--criteo` the model has 26 tables, whose slots are one number that `lookahead` divides. `plan`
+is what the Plan stage works for each step, `transfer` Collect, Exchange and Insert, `stall` for how
+long training waits; without a pipeline, plans and transfers are a part of the step.
 """
 
 import argparse
@@ -24,10 +29,12 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
+import criteo
 import harness
 import keras
 import numpy as np
@@ -65,13 +72,16 @@ class Measured:
     """Rows for each step; likewise evictions."""
     evictions: float | None = None
     waited_seconds: float | None = None
+    plan_seconds: float | None = None
+    """Of work for each step; likewise transfers, which are Collect, Exchange and Insert."""
+    transfer_seconds: float | None = None
 
 
 class Meter(keras.callbacks.Callback):
     """Takes the time of steps after a warm-up, and ends the training.
 
     Args:
-        layer: The ScratchPipe layer, or None.
+        layers: The ScratchPipe layers, if there are any.
         evicts: Whether its cache will evict some time.
         steps: Steps to measure.
         seconds: Measure no longer than this, but a few steps.
@@ -79,13 +89,13 @@ class Meter(keras.callbacks.Callback):
 
     def __init__(
         self,
-        layer: tf_scratchpipe.ScratchPipeEmbedding | None,
+        layers: Sequence[tf_scratchpipe.ScratchPipeEmbedding],
         evicts: bool,
         steps: int,
         seconds: float,
     ) -> None:
         super().__init__()
-        self.layer, self.evicts = layer, evicts
+        self.layers, self.evicts = layers, evicts
         self.steps, self.seconds = steps, seconds
         self.ends: list[float] = []
         self.before = tf_scratchpipe.CacheStats()
@@ -105,15 +115,18 @@ class Meter(keras.callbacks.Callback):
     def measured(self) -> Measured:
         """What was measured."""
         times = np.diff(self.ends).tolist()
-        if self.layer is None or self.layer.mode not in CACHED:
+        if not self.layers or self.layers[0].mode not in CACHED:
             return Measured(times)
-        after, before, pair = self._stats(), self.before, ("train", "insert")
+        after = self._stats().since(self.before)
+        work, steps = after.stage_seconds, max(after.batches / len(self.layers), 1)
         return Measured(
             times,
-            (after.hits - before.hits) / (after.lookups - before.lookups),
-            (after.fills - before.fills) / (after.batches - before.batches),
-            (after.evictions - before.evictions) / (after.batches - before.batches),
-            after.wait_seconds.get(pair, 0.0) - before.wait_seconds.get(pair, 0.0),
+            after.hit_rate,
+            after.fills / steps,
+            after.evictions / steps,
+            after.wait_seconds.get(("train", "insert"), 0.0),
+            work["plan"] / steps,
+            (work["collect"] + work["exchange"] + work["insert"]) / steps,
         )
 
     def _warm(self, done: int) -> bool:
@@ -123,12 +136,22 @@ class Meter(keras.callbacks.Callback):
         return done >= _LEAST_WARM_UP or (done >= _LEAST_STEPS and slow)
 
     def _stats(self) -> tf_scratchpipe.CacheStats:
-        return self.layer.stats() if self.layer else tf_scratchpipe.CacheStats()
+        """Counts of all layers together; seconds of one, for those of a dataset share them."""
+        found = [layer.stats() for layer in self.layers] or [tf_scratchpipe.CacheStats()]
+        counts = ("batches", "lookups", "hits", "fills", "evictions")
+        totals = {name: sum(getattr(one, name) for one in found) for name in counts}
+        if found[0].wait_seconds:
+            return dataclasses.replace(found[0], **totals)
+        seconds = {k: sum(one.stage_seconds[k] for one in found) for k in found[0].stage_seconds}
+        return dataclasses.replace(found[0], **totals, stage_seconds=seconds)
 
 
 def main() -> None:
     args = options()
     warnings.filterwarnings("ignore", message=".*shuffle=True.*")
+    if args.criteo:
+        run_criteo(args)
+        return
     print(
         f"{args.batch_size} x {args.ids} ids of locality '{args.locality}', dim {args.dim}, "
         f"{args.optimizer}, up to {args.steps} steps, TensorFlow {tf.__version__}, "
@@ -153,6 +176,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--criteo", action="store_true", help="26 tables, see criteo.py")
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000, 10_000_000])
     parser.add_argument("--slots", type=int, default=100_000, help="slots; for static, hot rows")
     parser.add_argument("--steps", type=int, default=200, help="steps to measure")
@@ -176,7 +200,7 @@ def run(case: Case, args: argparse.Namespace) -> Measured:
     if layer is not None:
         train = train.apply(tf_scratchpipe.lookahead(model))
     evicts = case.mode in CACHED and case.slots < case.rows
-    meter = Meter(layer, evicts, args.steps, args.seconds)
+    meter = Meter([layer] if layer else [], evicts, args.steps, args.seconds)
     model.fit(train, verbose=0, callbacks=[meter])
     measured = meter.measured()
     if hot_ids is not None:
@@ -231,6 +255,69 @@ def share(case: Case, args: argparse.Namespace, hot_ids: np.ndarray) -> float:
 
 def zipf(case: Case, args: argparse.Namespace, seed: int) -> scratchpipe_ids.ZipfIds:
     return scratchpipe_ids.ZipfIds(case.rows, scratchpipe_ids.EXPONENTS[args.locality], seed)
+
+
+CRITEO_SLOTS, CRITEO_BATCH = 1_000_000, 2048
+_CRITEO_BATCHES = 400
+
+
+def run_criteo(args: argparse.Namespace) -> None:
+    rows = sum(criteo.CARDINALITIES)
+    print(
+        f"{len(criteo.CARDINALITIES)} tables, {rows:,} rows, {CRITEO_SLOTS:,} slots, batch "
+        f"{CRITEO_BATCH}, dim {args.dim}, ids of locality '{args.locality}', {args.optimizer}, "
+        f"TensorFlow {tf.__version__}",
+        flush=True,
+    )
+    results = {}
+    for mode in MODES:
+        print(f"running {mode} ...", file=sys.stderr, flush=True)
+        results[mode] = measure_criteo(mode, args)
+    header = ["mode", "steps/s", "ms", "to keras", "to host"]
+    header += ["hit rate", "fills", "plan", "transfer", "stall"]
+    print(harness.table(header, [criteo_line(mode, results) for mode in MODES]))
+
+
+def measure_criteo(mode: str, args: argparse.Namespace) -> Measured:
+    keras.backend.clear_session()
+    gc.collect()
+    keras.utils.set_random_seed(1)
+    hot = criteo.hottest(args.locality, CRITEO_SLOTS, seed=1) if mode == "static" else {}
+
+    def embedding(rows: int, name: str) -> keras.Layer:
+        settings = {"embeddings_initializer": "zeros", "name": f"table_{name}"}
+        if mode == KERAS:
+            return keras.layers.Embedding(rows, args.dim, **settings)
+        return tf_scratchpipe.ScratchPipeEmbedding(
+            rows, args.dim, mode=mode, hot_ids=hot.get(name), **settings
+        )
+
+    model = criteo.model(embedding, args.dim)
+    model.compile(optimizer=args.optimizer, loss="binary_crossentropy", jit_compile=False)
+    train = criteo.data(args.locality, CRITEO_BATCH, _CRITEO_BATCHES, seed=0)
+    layers = [one for one in model.layers if isinstance(one, tf_scratchpipe.ScratchPipeEmbedding)]
+    if layers:
+        train = train.apply(tf_scratchpipe.lookahead(model, num_slots=CRITEO_SLOTS))
+    meter = Meter(layers, False, args.steps, 4 * args.seconds)
+    model.fit(train, verbose=0, callbacks=[meter])
+    return meter.measured()
+
+
+def criteo_line(mode: str, results: dict[str, Measured]) -> list[str]:
+    result = results[mode]
+    step = statistics.median(result.step_seconds)
+    ratios = [
+        f"{step / statistics.median(results[other].step_seconds):.3g}x" for other in (KERAS, "host")
+    ]
+    stall = result.waited_seconds
+    cached = [
+        "-" if result.hit_rate is None else f"{result.hit_rate:.1%}",
+        "-" if result.fills is None else f"{result.fills:,.0f}",
+        "-" if result.plan_seconds is None else f"{1e3 * result.plan_seconds:.1f} ms",
+        "-" if result.transfer_seconds is None else f"{1e3 * result.transfer_seconds:.1f} ms",
+        "-" if stall is None else f"{1e3 * stall / len(result.step_seconds):.1f} ms",
+    ]
+    return [mode, f"{1 / step:.3g}", f"{1e3 * step:.1f}", *ratios, *cached]
 
 
 def show(cases: list[Case], results: dict[Case, Measured], baseline: Case | None = None) -> None:

@@ -42,7 +42,8 @@ SCRATCHPIPE_LAYERS = (
         "checkpoint_directory",
     ),
     ("errors", "replacement", "row_sampler"),
-    ("planner",),
+    ("planner", "slot_budget"),
+    ("whole_planner",),
     ("invariants", "stats"),
     ("keras_internals", "tf_internals", "storage", "pooling", "rowwise_adagrad", "table_variable"),
     ("initial_rows", "masks", "row_optimizers", "row_step", "transfers"),
@@ -74,7 +75,7 @@ WITHOUT_TENSORFLOW = {
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner
-        invariants stats table_files checkpoint_directory
+        slot_budget whole_planner invariants stats table_files checkpoint_directory
     """.split(),
 }
 

@@ -1,6 +1,7 @@
 """The `tf.data` transformation: from features to layers, and one pipeline for each iterator."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from tf_scratchpipe.features import Path, Reading
 from tf_scratchpipe.pipeline import Feature, Feed, PipelineRun, PipelineSettings
 from tf_scratchpipe.planner import FUTURE, PAST
 from tf_scratchpipe.resume import ResumeTraining
+from tf_scratchpipe.slot_budget import SlotBudget
 from tf_scratchpipe.slot_group import SlotGroup
 
 _POOL = 16
@@ -31,6 +33,7 @@ def lookahead(
     debug: bool = False,
     stall_seconds: float | None = 600.0,
     resume: ResumeTraining | None = None,
+    num_slots: int | None = None,
 ) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Bring the rows of each batch to the device before its step begins.
 
@@ -63,6 +66,11 @@ def lookahead(
             on. None waits for ever.
         resume: The callback of `fit` that finds the place in the data again where training was
             interrupted.
+        num_slots: Slots of all tables together. Layers with `num_slots` of their own get these; the
+            others share what is left in proportion to the distinct rows that their batches look up,
+            and a table that gets a slot for each row is pinned: its rows never move. If that turns
+            out too few for a table, they are divided anew when the next pass begins. None: each
+            table has as many slots as its batches need.
 
     Returns:
         A function from dataset to dataset, for `dataset.apply`. Elements are `x`, `(x, y)` or
@@ -88,6 +96,10 @@ def lookahead(
         )
     if resume is not None and not isinstance(resume, ResumeTraining):
         raise TypeError(f"`resume` must be a ResumeTraining callback. Received: resume={resume!r}")
+    if num_slots is not None and not (_is_count(num_slots) and num_slots):
+        raise ValueError(
+            f"`num_slots` must be a positive integer or None. Received: num_slots={num_slots}"
+        )
     settings = PipelineSettings(past, future, executor, stall_seconds)
 
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -95,13 +107,15 @@ def lookahead(
         readings = features.found(model) if model is not None else features.told(layers)
         if resume is not None:
             resume.attach(dataset)
-        return _Lookahead(dataset, model, readings, settings, debug, resume).dataset()
+        budget = None if num_slots is None else SlotBudget(num_slots)
+        told = dataclasses.replace(settings, budget=budget)
+        return _Lookahead(dataset, model, readings, told, debug, resume).dataset()
 
     return apply
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 class _Lookahead:

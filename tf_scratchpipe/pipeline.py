@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from tf_scratchpipe.executor import EXECUTORS, Executor
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.plan import BatchPlan, Ints
 from tf_scratchpipe.planner import Looked
+from tf_scratchpipe.slot_budget import Demand, SlotBudget
 from tf_scratchpipe.slot_group import SlotGroup
 from tf_scratchpipe.transfers import Transfer
 
@@ -90,12 +91,14 @@ class PipelineSettings:
         future: Batches held after it.
         executor: `"thread"` or `"inline"`.
         stall_seconds: After so long a wait, give up. None: never.
+        budget: The slots of all tables, if they share them.
     """
 
     past: int
     future: int
     executor: str
     stall_seconds: float | None
+    budget: SlotBudget | None = None
 
     @property
     def window(self) -> int:
@@ -125,6 +128,7 @@ class PipelineRun:
         self._exhausted = False
         self._lock = threading.Lock()
         self._executor: Executor | None = None
+        self._divide_anew()
         for feed in feeds:
             feed.group.start(self)
         self._bases = [feed.group.planned for feed in feeds]
@@ -193,17 +197,40 @@ class PipelineRun:
                 source.raise_error()
                 return
             with self._timed("plan"):
+                self._size(window)
                 for number, feed in enumerate(self._feeds):
-                    self._look(number, feed, window, new)
+                    for arrived in new:
+                        arrived.looked.append(feed.group.look(arrived.ids[number]))
             batch = window.popleft()
             for number, feed in enumerate(self._feeds):
                 self._plan_feed(batch, number, feed, [b.looked[number] for b in window])
             yield batch
 
-    def _look(self, number: int, feed: Feed, window: Iterable[Batch], new: Sequence[Batch]) -> None:
-        feed.group.size([batch.ids[number] for batch in window], self._settings.window)
-        for batch in new:
-            batch.looked.append(feed.group.look(batch.ids[number]))
+    def _size(self, window: Sequence[Batch]) -> None:
+        """Find out how many slots each group has, with the first batches."""
+        if all(feed.group.is_sized for feed in self._feeds):
+            return
+        shares: list[int | None] = [None] * len(self._feeds)
+        seen = [[batch.ids[n] for batch in window] for n in range(len(self._feeds))]
+        if self._settings.budget is not None:
+            shares = list(self._settings.budget.divided(self._demands(seen)))
+        for feed, batches, slots in zip(self._feeds, seen, shares, strict=True):
+            feed.group.size(batches, self._settings.window, slots)
+
+    def _demands(self, seen: Sequence[Sequence[list[Ints]]]) -> list[Demand]:
+        return [
+            feed.group.demand(batches, self._settings.window)
+            for feed, batches in zip(self._feeds, seen, strict=True)
+        ]
+
+    def _divide_anew(self) -> None:
+        """If slots of a table were too few in the pass before, divide them by what was needed."""
+        budget, groups = self._settings.budget, [feed.group for feed in self._feeds]
+        known = all(group.is_sized for group in groups)
+        if budget is not None and known and any(group.was_short() for group in groups):
+            slots = budget.divide(self._demands([()] * len(groups)))
+            for group, count in zip(groups, slots, strict=True):
+                group.resize(count)
 
     def _plan_feed(self, batch: Batch, number: int, feed: Feed, upcoming: Sequence[Looked]) -> None:
         group, ids = feed.group, batch.ids[number]

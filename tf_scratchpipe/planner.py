@@ -64,6 +64,8 @@ class SlotPlanner:
         self.window = HoldWindow(slots)
         self.replacement = replacement(slots)
         self.batch = 0
+        self.most_distinct = 0
+        """The most distinct rows that a batch has had."""
         # Free slots are handed out from the end.
         self._free: Ints = np.arange(slots, dtype=np.int64)[::-1]
         # Batches with victims, and the last batch that has been kept from missing one of these.
@@ -76,13 +78,17 @@ class SlotPlanner:
         """Number of slots so far."""
         return self.hit_map.slots
 
+    def held(self, past: int) -> int:
+        """Slots that the latest batch and the `past` before it use. Looks at every slot."""
+        return self.window.in_use(self.batch, past)
+
     def look(self, ids: Sequence[Ints]) -> "Looked":
         """Look a batch up ahead of time, for `plan`.
 
         Args:
             ids: Arrays of ids of any shape, all of them valid.
         """
-        flat = _flat(ids)
+        flat = flattened(ids)
         slots = self.hit_map.lookup(flat)
         cached = self._distinct(np.compress(slots >= 0, slots))
         return Looked(tuple(ids), flat, slots, cached, self.batch)
@@ -115,6 +121,7 @@ class SlotPlanner:
         misses, places = self.hit_map.distinct(flat[missing])
         used_before = self.window.last_use[hit_slots]
         self.window.use(hit_slots, batch)
+        self.most_distinct = max(self.most_distinct, hit_slots.size + misses.size)
         try:
             new, victims, windows = self._make_room(
                 batch, misses.size, upcoming, (past, future), least_past
@@ -138,7 +145,7 @@ class SlotPlanner:
         slots[missing] = fill_slots[places]
         return BatchPlan(
             batch=batch,
-            slots=_shaped(slots, looked.ids),
+            slots=shaped(slots, looked.ids),
             fill_ids=frozen(misses),
             fill_slots=frozen(fill_slots),
             victim_ids=frozen(victim_ids),
@@ -290,7 +297,7 @@ class Looked:
     """Number of the last batch that had been planned then."""
 
 
-def _shaped(slots: Ints, like: Sequence[Ints]) -> tuple[Ints, ...]:
+def shaped(slots: Ints, like: Sequence[Ints]) -> tuple[Ints, ...]:
     """Parts of `slots` in the shapes of the arrays in `like`."""
     ends = np.cumsum([array.size for array in like])
     parts = [slots] if len(like) == 1 else np.split(slots, ends)[: len(like)]
@@ -303,7 +310,8 @@ def _shorter(past: int, future: int, least_past: int) -> Iterator[tuple[int, int
     yield from ((shorter, 0) for shorter in reversed(range(least_past, past)))
 
 
-def _flat(ids: Sequence[Ints]) -> Ints:
+def flattened(ids: Sequence[Ints]) -> Ints:
+    """All ids of a batch, one after the other."""
     if len(ids) == 1:
         return ids[0].reshape(-1)
     return np.concatenate([array.reshape(-1) for array in ids]) if ids else _none()

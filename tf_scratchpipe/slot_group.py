@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 import time
 import warnings
@@ -29,9 +30,15 @@ from tf_scratchpipe.hold_window import NEVER, Numbers
 from tf_scratchpipe.plan import BatchPlan, Ints, Rows
 from tf_scratchpipe.planner import FUTURE, PAST, Looked, SlotPlanner
 from tf_scratchpipe.replacement import POLICIES
+from tf_scratchpipe.slot_budget import Demand
 from tf_scratchpipe.stats import CacheStats
 from tf_scratchpipe.table import Binding, CachedTable, Shadow
 from tf_scratchpipe.transfers import StagingBuffers, Transfer
+from tf_scratchpipe.whole_planner import WholePlanner
+
+_logger = logging.getLogger(__name__)
+_LARGEST_WHOLE = 2**28
+"""Bytes of a table that the first batch may bring in at once."""
 
 
 class Run(Protocol):
@@ -99,6 +106,7 @@ class SlotGroup:
         self._admitted: list[tuple[int, CachedTable, int]] = []
         self._plain = False
         self._warned = False
+        self._short = False
 
     # ---- numbers of batches -------------------------------------------------------------------
 
@@ -110,7 +118,7 @@ class SlotGroup:
     def held(self) -> int:
         """Slots that the last planned batch and those before it in the window use."""
         with self.lock:
-            return self.planner.window.in_use(self.planned, PAST) if self._planner else 0
+            return self.planner.held(PAST) if self._planner else 0
 
     def trained(self) -> int:
         """Number of the last batch that all tables are through with."""
@@ -164,18 +172,62 @@ class SlotGroup:
 
     # ---- the stages ---------------------------------------------------------------------------
 
-    def size(self, batches: Sequence[Sequence[Ints]], window: int) -> None:
+    @property
+    def is_sized(self) -> bool:
+        """Whether it is known how many slots there are."""
+        return self._planner is not None
+
+    def demand(self, batches: Sequence[Sequence[Ints]], window: int) -> Demand:
+        """What the group asks of a budget.
+
+        Args:
+            batches: Ids of the first batches, if the group has not seen any.
+            window: Number of batches whose rows should have slots.
+        """
+        rows = self.settings.rows
+        seen = self._planner.most_distinct if self._planner else 0
+        need = min(window * seen, rows) or _first_size(batches, window, rows)
+        fixed = self.settings.num_slots and self.settings.most_slots
+        return Demand(need, rows, fixed, min(seen, rows) or _first_size(batches, 1, rows))
+
+    def size(
+        self, batches: Sequence[Sequence[Ints]], window: int, slots: int | None = None
+    ) -> None:
         """Find out how many slots there should be, if nobody knows yet.
 
         Args:
             batches: Ids of the first batches.
             window: Number of batches whose rows should have slots.
+            slots: How many there are, if that was decided elsewhere.
         """
-        if self._planner is None:
-            most = self.settings.most_slots
-            slots = most if self.settings.num_slots else _first_size(batches, window, most)
+        if self._planner is not None:
+            return
+        rows, most = self.settings.rows, slots or self.settings.most_slots
+        known = slots or self.settings.num_slots
+        slots = most if known else _first_size(batches, window, most)
+        self.stats.whole = slots == rows and rows * self._row_bytes() <= _LARGEST_WHOLE
+        if self.stats.whole:
+            names = ", ".join(f"'{table.name}'" for table in self.tables)
+            _logger.info("All %d rows of %s are on the device for good.", rows, names)
+            self._planner = WholePlanner(rows)
+        else:
             policy = POLICIES[self.settings.replacement]
-            self._planner = SlotPlanner(self.settings.rows, slots, most, replacement=policy)
+            self._planner = SlotPlanner(rows, slots, most, replacement=policy)
+
+    def was_short(self) -> bool:
+        """Whether slots have been too few for a whole window since they were divided last."""
+        return self._short
+
+    def resize(self, slots: int) -> None:
+        """Have another number of slots, from the next batch on. Fewer are filled anew."""
+        self._short = False
+        if slots > self.planner.slots:
+            self.planner.most_slots = slots
+        elif slots < self.planner.slots:
+            self.clear()
+
+    def _row_bytes(self) -> int:
+        return sum(table.row_bytes for table in self.tables)
 
     def look(self, ids: Sequence[Ints]) -> Looked:
         """Look a batch up ahead of its plan."""
@@ -199,7 +251,8 @@ class SlotGroup:
             before = self.planner.window.last_use.copy() if self.debug else None
             plan = self._planned(batch, looked, upcoming, past, future, least_past)
             self._pending.append(plan)
-            self.stats.count(plan, sum(t.row_bytes for t in self.tables), (past, future))
+            self._short |= plan.past < past or plan.future < future
+            self.stats.count(plan, self._row_bytes(), (past, future))
             if before is not None:
                 self._check(plan, looked, upcoming, before)
             return plan
@@ -208,6 +261,7 @@ class SlotGroup:
         try:
             return self.planner.plan(batch, looked, *window)
         except TooFewSlotsError as error:
+            self._short = True
             if not self.accumulates():
                 raise
             raise TooFewSlotsError(

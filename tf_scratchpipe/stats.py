@@ -27,6 +27,8 @@ class CacheStats:
     held: int = 0
     """Slots that the last planned batch and the batches before it in the window use."""
     slots: int = 0
+    whole: bool = False
+    """Whether every row has a slot for good, because the table is small enough."""
     shortened: int = 0
     """Batches for which slots were too few to hold the whole window."""
     bytes_to_device: int = 0
@@ -78,7 +80,7 @@ class CacheStats:
             for field in dataclasses.fields(self)
             if field.type is int
         }
-        counts |= {"held": self.held, "slots": self.slots}
+        counts |= {"held": self.held, "slots": self.slots, "whole": self.whole}
         waits, earlier = self.wait_seconds, before.wait_seconds
         return CacheStats(
             **counts,
@@ -95,6 +97,11 @@ class CacheStats:
         pair = (waiting, awaited)
         self.wait_seconds[pair] = self.wait_seconds.get(pair, 0.0) + seconds
 
+    def _use(self) -> str:
+        if self.whole:
+            return "the whole table: pinned on the device"
+        return f"of which held {self.held:,}; window shortened for {self.shortened:,} batches"
+
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {self.stage_seconds[stage]:.2f} s" for stage in STAGES[:-1])
         waits = ", ".join(f"{a} for {b} {s:.2f} s" for (a, b), s in self.wait_seconds.items())
@@ -106,8 +113,7 @@ class CacheStats:
                 f"  at train  {self.train_hits:,} hits ({self.train_hit_rate:.1%} of "
                 f"{self.train_lookups:,})",
                 f"rows        {self.fills:,} filled, {self.evictions:,} evicted",
-                f"slots       {self.slots:,}, of which held {self.held:,}; window shortened for "
-                f"{self.shortened:,} batches",
+                f"slots       {self.slots:,}, {self._use()}",
                 f"transfers   {_mib(self.bytes_to_device)} to the device, "
                 f"{_mib(self.bytes_to_host)} to the host",
                 f"stages      {stages}",

@@ -36,7 +36,7 @@ def lookahead(
             Sequential model, whose layers read its inputs as they are.
         model: The compiled model whose optimizer moves the rows of those layers that have none of
             their own. None if all have, or have been told by `layer.follow(optimizer)`.
-        **settings: `past`, `future`, `executor`, `debug` and `stall_seconds` of
+        **settings: `past`, `future`, `executor`, `debug`, `stall_seconds` and `num_slots` of
             `tf_scratchpipe.lookahead`.
 
     Returns:
