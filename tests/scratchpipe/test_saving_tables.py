@@ -89,7 +89,7 @@ def straight():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loaded_model_trains_on_as_if_it_had_not_stopped(
     tmp_path, straight, optimizer, own, mode

@@ -122,9 +122,9 @@ print(json.dumps({"close": close, "placed": placed, "variables": variables,
     ("mode", "optimizer", "variables", "gathers"),
     [
         ("pipelined", "adagrad", ["CPU:1"] * 2, {"CPU:1"}),
-        ("synchronous", "sgd", ["CPU:1"], {"CPU:1"}),
+        pytest.param("synchronous", "sgd", ["CPU:1"], {"CPU:1"}, marks=pytest.mark.slow),
         ("static", "adagrad", ["CPU:1"] * 2 + ["CPU:0"] * 2, {"CPU:0", "CPU:1"}),
-        ("host", "adagrad", ["CPU:0"] * 2, {"CPU:0"}),
+        pytest.param("host", "adagrad", ["CPU:0"] * 2, {"CPU:0"}, marks=pytest.mark.slow),
     ],
 )
 def test_storage_and_its_gathers_are_on_the_device(mode, optimizer, variables, gathers):

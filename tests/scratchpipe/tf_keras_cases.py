@@ -85,7 +85,7 @@ def _assert_same(one, other):
     [
         ("sgd", {}),
         ("adagrad", {"steps_per_execution": 4}),
-        ("clipvalue", {"run_eagerly": True}),
+        slow("clipvalue", {"run_eagerly": True}),
         slow("adagrad", {"run_eagerly": True}),
         slow("schedule", {}),
         slow("clipnorm", {}),
