@@ -19,7 +19,7 @@ from tests.scratchpipe.faulty import (
     fail,
     source,
 )
-from tf_scratchpipe import lookahead
+from tf_scratchpipe import lookahead, storage
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.lookup import IdCheck
 from tf_scratchpipe.slot_group import SlotGroup
@@ -111,8 +111,11 @@ def test_a_fault_in_the_middle(case, stage, executor, monkeypatch):
 INSIDE = {
     "read": (HostTable, "gather"),
     "write": (HostTable, "scatter"),
+    "store": (storage, "scattered"),
 }
 PARTLY = {
+    ("tight", "store", "thread"),
+    ("shared", "store", "inline"),
     ("shared", "read", "thread"),
     ("two", "write", "thread"),
 }
