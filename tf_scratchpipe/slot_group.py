@@ -323,10 +323,17 @@ class SlotGroup:
             for table, out in zip(self.tables, transfer.victims, strict=True):
                 for host, rows in zip(table.host, out, strict=False):
                     host.scatter(plan.victim_ids, rows)
-            for table, fills in zip(self.tables, transfer.fills, strict=True):
-                if fills:
-                    table.storage.scatter(plan.fill_slots, fills)
-                    table.tag(plan.fill_slots, plan.fill_ids)
+            try:
+                for table, fills in zip(self.tables, transfer.fills, strict=True):
+                    if fills:
+                        table.storage.scatter(plan.fill_slots, fills)
+                        table.tag(plan.fill_slots, plan.fill_ids)
+            except BaseException:
+                # Some slots may hold new rows by now. The victims are in the host table: to undo
+                # the plan is to leave all its slots empty.
+                none = plan.victim_ids[:0]
+                self._pending[0] = dataclasses.replace(plan, victim_ids=none, victim_slots=none)
+                raise
             assert self._pending[0] is plan
             self._pending.popleft()
             self.inserted = plan.batch

@@ -144,21 +144,34 @@ class Trained:
     history: dict[str, list[float]]
 
 
-def train_uncached(optimizer: str, compiling: dict[str, Any], **fitting: Any) -> Trained:
-    """Train the same model with the whole table as a variable."""
+def uncached_model(
+    optimizer: str, compiling: dict[str, Any] | None = None
+) -> tuple[Uncached, WholeTable]:
+    """The same model with the whole table as a variable."""
     layer = WholeTable()
     model = _around(layer, Uncached)
     instance = OPTIMIZERS[optimizer]()
-    model.compile(instance, "mse", **compiling)
+    model.compile(instance, "mse", **(compiling or {}))
     model.formula = row_optimizer(instance)
     model.slots = [
         tf.Variable(tf.fill((ROWS, slot.width_for(DIM)), slot.initial))
         for slot in model.formula.slots
     ]
     instance.build(model.trainable_variables[1:])
-    history = model.fit(**fitting).history
+    return model, layer
+
+
+def uncached_outcome(model: Uncached, layer: WholeTable, history: dict[str, Any]) -> Trained:
+    """What training it left behind."""
     tables = [layer.table.numpy(), *(slot.numpy() for slot in model.slots)]
     return Trained(tables, model.get_weights()[1:], history)
+
+
+def train_uncached(optimizer: str, compiling: dict[str, Any], **fitting: Any) -> Trained:
+    """Train the same model with the whole table as a variable."""
+    model, layer = uncached_model(optimizer, compiling)
+    history = model.fit(**fitting).history
+    return uncached_outcome(model, layer, history)
 
 
 def outcome(model: keras.Model, layer: ScratchPipeEmbedding, history: dict[str, Any]) -> Trained:
