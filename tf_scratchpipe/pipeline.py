@@ -224,10 +224,13 @@ class PipelineRun:
         ]
 
     def _divide_anew(self) -> None:
-        """If slots of a table were too few in the pass before, divide them by what was needed."""
+        """Divide slots by what tables have needed: if one had too few in the pass before, or all
+        got theirs without this budget.
+        """
         budget, groups = self._settings.budget, [feed.group for feed in self._feeds]
-        known = all(group.is_sized for group in groups)
-        if budget is not None and known and any(group.was_short() for group in groups):
+        if budget is None or not all(group.is_sized for group in groups):
+            return
+        if not budget.is_divided or any(group.was_short() for group in groups):
             slots = budget.divide(self._demands([()] * len(groups)))
             for group, count in zip(groups, slots, strict=True):
                 group.resize(count)

@@ -41,6 +41,11 @@ class SlotBudget:
         self.total = total
         self._slots: list[int] = []
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether it was divided before."""
+        return bool(self._slots)
+
     def divided(self, demands: Sequence[Demand]) -> list[int]:
         """Slots for each table: as divided when this was first asked for, or by `divide` since."""
         return self._slots or self.divide(demands)

@@ -173,6 +173,17 @@ def test_layers_with_slots_of_their_own_keep_them():
     assert sum(_slots(model)) == 300
 
 
+@pytest.mark.filterwarnings("ignore:.*plain ids")
+def test_tables_that_were_trained_before_are_divided_too():
+    model, plain = _model(), _model(mode="host")
+    data = _data()
+    model.fit(data, verbose=0)
+    model.fit(data.apply(lookahead(model, num_slots=200)), verbose=0)
+    assert sum(_slots(model)) <= 200
+    plain.fit(data, epochs=2, verbose=0)
+    _assert_same_tables(model, plain)
+
+
 def test_a_small_table_says_that_it_is_pinned(caplog):
     with caplog.at_level(logging.INFO, logger="tf_scratchpipe"):
         model = _model((9, 800))
