@@ -40,6 +40,8 @@ def _close_all() -> None:
 
 
 _POLL_SECONDS = 0.0003
+_LONGEST_POLL_SECONDS = 0.01
+_LATE_SHARE = 0.02
 _DROPPED_SECONDS = 20.0
 """Batches that were sent out by an earlier pass and that nobody trained or evaluated anything for
 so long will not be trained any more."""
@@ -337,7 +339,9 @@ class PipelineRun:
         group, limit = self._feeds[number].group, self._settings.stall_seconds
         started = time.monotonic()
         while not ready():
-            if self._closed.wait(_POLL_SECONDS):
+            # Who waits for long may wait a little longer, and need not keep a core busy.
+            pause = (time.monotonic() - started) * _LATE_SHARE
+            if self._closed.wait(min(max(pause, _POLL_SECONDS), _LONGEST_POLL_SECONDS)):
                 raise AbandonedError(f"Stage '{who[0]}' was stopped at batch {batch.number}.")
             waited = time.monotonic() - max(started, group.touched)
             if limit is not None and waited > limit:
