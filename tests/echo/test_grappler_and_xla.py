@@ -109,7 +109,9 @@ def test_grappler_merges_copies_that_wait_for_nothing(optimized_graphs, monkeypa
     [
         pytest.param("gelu_swish_relu_and_tanh", "echo", "open", marks=pytest.mark.slow),
         ("dropout", "everything", "fixed"),
-        ("batch_normalization_after_conv", "everything", "fixed"),
+        pytest.param(
+            "batch_normalization_after_conv", "everything", "fixed", marks=pytest.mark.slow
+        ),
         pytest.param("layer_normalization", "echo", "open", marks=pytest.mark.slow),
         ("self_attention", "echo", "fixed"),
         pytest.param("custom_gradients", "echo", "open", marks=pytest.mark.slow),
