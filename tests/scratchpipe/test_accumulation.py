@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 from tests.scratchpipe import dense
-from tf_scratchpipe import RowwiseAdagrad, TooFewSlotsError, lookahead
+from tf_scratchpipe import RowwiseAdagrad, TooFewSlotsError, lookahead, tensor_state
+from tf_scratchpipe.trained_state import TrainedState
 
 STEPS = 13
 TRAIN = dense.dataset(*dense.data(STEPS))
@@ -281,6 +282,33 @@ def test_saved_and_loaded_in_the_middle_of_a_period(saved, loaded, tmp_path):
     whole = dense.around(make("host"), _sgd())
     fit(whole, TRAIN)
     dense.assert_equal(second.get_weights(), whole.get_weights())
+
+
+def _as_files(layer, folder):
+    state = TrainedState(layer.engine)
+    state.save(folder)
+    return lambda other: TrainedState(other.engine).load(folder)
+
+
+def _as_tensors(layer, folder):
+    state = TrainedState(layer.engine)
+    tensors = tensor_state.to_tensors(state, layer.engine.counters())
+    return lambda other: tensor_state.load_tensors(TrainedState(other.engine), tensors)
+
+
+@pytest.mark.parametrize("way", [_as_files, _as_tensors])
+@pytest.mark.parametrize("mode", ["pipelined", "host"])
+def test_every_way_to_save_a_table_keeps_what_waits(way, mode, tmp_path):
+    layer, other = (dense.cached(mode=mode, num_slots=160) for _ in range(2))
+    model, twin = dense.around(layer, _sgd()), dense.around(other, _sgd())
+    model.fit(TRAIN.take(6).apply(lookahead(model)), verbose=0)
+    twin.optimizer.build(twin.trainable_variables)
+    way(layer, tmp_path)(other)
+    waits, loaded = layer.engine.state(), other.engine.state()
+    assert waits["waiting.ids"].size > 0
+    assert loaded.keys() == waits.keys()
+    for name, value in waits.items():
+        np.testing.assert_array_equal(loaded[name], value, name)
 
 
 @pytest.mark.parametrize("bound", [True, False])
