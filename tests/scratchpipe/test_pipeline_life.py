@@ -18,7 +18,9 @@ IDS, TARGETS = uncached.data(BATCHES)
 SOURCE = uncached.dataset(IDS, TARGETS)
 EACH = [(ids.numpy(), targets.numpy()) for ids, targets in SOURCE]
 
-executors = pytest.mark.parametrize("executor", ["inline", "thread"])
+executors = pytest.mark.parametrize(
+    "executor", [pytest.param("inline", marks=pytest.mark.slow), "thread"]
+)
 
 
 def _model(slots=600, **settings):

@@ -140,7 +140,7 @@ def test_slots_survive_a_second_save_without_training_in_between(tmp_path, strai
 
 
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5"])
-@pytest.mark.parametrize("executor", ["thread", "inline"])
+@pytest.mark.parametrize("executor", ["thread", pytest.param("inline", marks=pytest.mark.slow)])
 def test_saving_while_batches_are_in_flight(tmp_path, executor, name):
     model, expected = _model(), _model("host")
     train = tf.data.Dataset.from_tensor_slices(FIRST).batch(BATCH)
