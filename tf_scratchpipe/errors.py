@@ -1,6 +1,7 @@
-"""The errors that have a name of their own."""
+"""The errors that have a name of their own, and checks that several modules make."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,3 +78,12 @@ def _hint(bad: npt.NDArray[np.generic]) -> str:
 def _distinct(values: npt.NDArray[np.generic]) -> Sequence[object]:
     """Each value once, in order of appearance; NaN equals NaN."""
     return list({repr(value.item()): value.item() for value in values[:1000]}.values())
+
+
+def check_frequency(name: str, value: Any) -> None:
+    """Raise `ValueError` unless a callback's frequency is `"epoch"` or a number of batches."""
+    number = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if value != "epoch" and number <= 0:
+        raise ValueError(
+            f"`{name}` must be 'epoch' or a positive number of batches. Received: {name}={value!r}"
+        )

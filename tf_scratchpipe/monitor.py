@@ -7,6 +7,7 @@ import keras
 from tf_scratchpipe import keras_internals
 from tf_scratchpipe.embedding import ScratchPipeEmbedding
 from tf_scratchpipe.engine import CACHED_MODES
+from tf_scratchpipe.errors import check_frequency
 from tf_scratchpipe.planner import STAGES
 from tf_scratchpipe.stats import CacheStats
 
@@ -41,12 +42,7 @@ class CacheMonitor(keras.callbacks.Callback):
 
     def __init__(self, update_freq: int | Literal["epoch"] = "epoch", per_layer: bool = False):
         super().__init__()
-        number = update_freq if isinstance(update_freq, int) else 0
-        if update_freq != "epoch" and (isinstance(update_freq, bool) or number <= 0):
-            raise ValueError(
-                "`update_freq` must be 'epoch' or a positive number of batches. Received: "
-                f"update_freq={update_freq!r}"
-            )
+        check_frequency("update_freq", update_freq)
         self.update_freq = update_freq
         self.per_layer = bool(per_layer)
         # Keras need not wait for steps whose logs nobody changes.

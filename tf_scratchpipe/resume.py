@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_scratchpipe import keras_internals
 from tf_scratchpipe.checkpoint_directory import CheckpointDirectory
+from tf_scratchpipe.errors import check_frequency
 from tf_scratchpipe.model_state import DenseState, ModelState
 from tf_scratchpipe.repositioning import Repositioned, Source
 from tf_scratchpipe.table_files import FORMAT, read_json, write_json
@@ -91,12 +92,7 @@ class ResumeTraining(keras.callbacks.Callback):
         delete_checkpoint: bool = False,
     ) -> None:
         super().__init__()
-        number = save_freq if isinstance(save_freq, int) else 0
-        if save_freq != "epoch" and (isinstance(save_freq, bool) or number <= 0):
-            raise ValueError(
-                "`save_freq` must be 'epoch' or a positive number of batches. Received: "
-                f"save_freq={save_freq!r}"
-            )
+        check_frequency("save_freq", save_freq)
         self.directory = os.fspath(directory)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint

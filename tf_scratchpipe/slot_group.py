@@ -412,11 +412,7 @@ class SlotGroup:
             with self.timed("plan"):
                 self.size([[ids]], 1)
                 plan = self.plan(batch, self.look([ids]), (), held, future=0, least_past=held)
-            try:
-                self._carry_out(plan)
-            except BaseException:
-                self._undo_last()
-                raise
+            self._carry_out(plan)
             self._admitted.append((batch, table, int(table.applied.numpy())))
             return plan.slots[0]
 
@@ -441,11 +437,7 @@ class SlotGroup:
             batch = self.planned + 1
             held = batch - min([t.pending.since for t in self.tables if t.pending.steps] + [batch])
             plan = self.plan(batch, self.look([ids]), (), held, future=0, least_past=held)
-            try:
-                self._carry_out(plan)
-            except BaseException:
-                self._undo_last()
-                raise
+            self._carry_out(plan)
             table.pending.parked = None
             table.pending.held(plan.slots[0], gradients, steps, batch)
             for other in self.tables:
@@ -460,12 +452,17 @@ class SlotGroup:
             return id_of[table.pending.places]
 
     def _carry_out(self, plan: BatchPlan) -> None:
-        with self.timed("collect"):
-            transfer = self.collect(plan)
-        with self.timed("exchange"):
-            self.exchange(transfer)
-        with self.timed("insert"):
-            self.insert(transfer)
+        """Move the rows of the latest plan, or take it back if that fails."""
+        try:
+            with self.timed("collect"):
+                transfer = self.collect(plan)
+            with self.timed("exchange"):
+                self.exchange(transfer)
+            with self.timed("insert"):
+                self.insert(transfer)
+        except BaseException:
+            self._undo_last()
+            raise
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
