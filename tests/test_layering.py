@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # Each layer may import from itself, where order below allows, and from the layers before it.
 ECHO_LAYERS = (
-    ("op_traits", "graph_view", "workspaces"),
+    ("op_traits", "executor_order", "graph_view", "workspaces"),
     ("memory_model", "cost_model", "plan"),
     ("gating", "report", "loop_memory", "exclusion"),
     ("scheduling", "packing"),
@@ -70,8 +70,9 @@ SCRATCHPIPE_LAYERS = (
 LAYERS = {"tf_echo": ECHO_LAYERS, "tf_scratchpipe": SCRATCHPIPE_LAYERS}
 WITHOUT_TENSORFLOW = {
     "tf_echo": """
-        graph_view op_traits workspaces regions memory_model cost_model planner plan evaluation
-        gating scheduling packing report loop_memory loop_evaluation loop_planner exclusion
+        executor_order graph_view op_traits workspaces regions memory_model cost_model planner plan
+        evaluation gating scheduling packing report loop_memory loop_evaluation loop_planner
+        exclusion
     """.split(),
     "tf_scratchpipe": """
         plan codes errors executor hit_map hold_window host_table replacement row_sampler planner

@@ -29,6 +29,7 @@ _MIN_SHARE = 0.02
 _SIMULATED_NODES = 60_000
 _SMALL_NODES = 10_000
 _FRUITLESS_ROUNDS = 2
+_SLIM_ROUNDS = 3
 _ACTIVATION_SHARE = 4
 """With an open batch size plans are judged where activations are this many times the variables."""
 
@@ -525,7 +526,9 @@ def _needed(view: GraphView, nodes: Sequence[Node]) -> list[Node]:
 def _slim(view: GraphView, best: _Trial, scale: float) -> _Trial:
     """The same plan without regions that the peak does not need."""
     useless = _useless(best)
-    while useless:
+    for _ in range(_SLIM_ROUNDS):
+        if not useless:
+            break
         decisions = [
             drop(d, "the peak does not depend on it") if d.region in useless else d
             for d in best.decisions

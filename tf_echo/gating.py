@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tf_echo import op_traits
-from tf_echo.graph_view import GraphView, Node
+from tf_echo.graph_view import GraphView, Node, per_view
 from tf_echo.memory_model import Timeline
 from tf_echo.op_traits import Kind
 
@@ -185,6 +185,7 @@ def find_delays(view: GraphView) -> list[Delay]:
     return list(reversed(found.values()))
 
 
+@per_view
 def _upstream(view: GraphView) -> list[bool]:
     """Which nodes follow from the gradient of the loss."""
     found = [False] * len(view.nodes)
@@ -208,6 +209,7 @@ def _gradients(view: GraphView, upstream: Sequence[bool], reader: int) -> list[t
     ]
 
 
+@per_view
 def need_forward_values(view: GraphView) -> list[bool]:
     """Which backward nodes are made of values of the forward pass."""
     found = [False] * len(view.nodes)

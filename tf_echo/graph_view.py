@@ -13,10 +13,10 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
 
-from tf_echo import op_traits
+from tf_echo import executor_order, op_traits
 
 
 class Tensor(NamedTuple):
@@ -49,6 +49,8 @@ class Amount(NamedTuple):
 
 
 NOTHING = Amount(0, 0)
+_Found = TypeVar("_Found")
+_CHEAP = frozenset((op_traits.Kind.VIEW, op_traits.Kind.SOURCE, op_traits.Kind.METADATA))
 
 
 class Node(NamedTuple):
@@ -147,6 +149,17 @@ class GraphView:
     def kinds(self) -> tuple[op_traits.Kind, ...]:
         """For each node the kind of its op."""
         return tuple(op_traits.traits_of(node.op).kind for node in self.nodes)
+
+    @functools.cached_property
+    def execution_order(self) -> tuple[int, ...]:
+        """Node ids in the order in which TensorFlow's executor runs them."""
+        read = [[self.tensors[t].node for t in node.inputs] for node in self.nodes]
+        waited_for = [node.control_inputs for node in self.nodes]
+        # What rewriting adds is created after all that was there.
+        last = len(self.nodes) + max((node.created for node in self.nodes), default=0)
+        created = [last + n.id if n.created < 0 else n.created for n in self.nodes]
+        cheap = [kind in _CHEAP for kind in self.kinds]
+        return tuple(executor_order.execution_order(read, waited_for, created, cheap))
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -290,6 +303,20 @@ def _parse_size(text: str) -> tuple[int, str, bool, bool]:
     nbytes = int(match[1]) * _UNITS[(match[2] or "") + "B"]
     dtype = next((word for word in words[1:] if word != "fixed"), "float32")
     return nbytes, dtype, "fixed" not in words, True
+
+
+def per_view(function: Callable[[GraphView], _Found]) -> Callable[[GraphView], _Found]:
+    """Works out once what follows from a view alone."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def remembered(view: GraphView) -> _Found:
+        known = view.__dict__
+        if name not in known:
+            known[name] = function(view)
+        return cast(_Found, known[name])
+
+    return remembered
 
 
 def parse_view(text: str, weight_bytes: int = 0) -> GraphView:

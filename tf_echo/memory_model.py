@@ -1,11 +1,10 @@
 """How much memory a train step needs, node by node.
 
-The model follows TensorFlow's executor with one thread. Grappler sorts the graph breadth first; of
-the nodes that become ready together the last of that order runs first, and the others are put off
-until nothing newer is ready, but views and other cheap nodes run at once. Every output is allocated
-when its node runs and freed when its last reader has run; an elementwise op writes its result over
-an input that nobody else will read; views share their input's memory; variables are resident, but
-an update that comes while somebody still holds an earlier read of the variable copies it first.
+The model runs the nodes in the order of TensorFlow's executor, see `executor_order`. Every output
+is allocated when its node runs and freed when its last reader has run; an elementwise op writes its
+result over an input that nobody else will read; views share their input's memory; variables are
+resident, but an update that comes while somebody still holds an earlier read of the variable copies
+it first.
 
 Workspace inside kernels is that of TensorFlow's CPU kernels, see `workspaces`. Known gaps: cuDNN's
 workspace is not modelled, nor what an allocator hands out beyond what is asked for.
@@ -13,7 +12,6 @@ workspace is not modelled, nor what an allocator hands out beyond what is asked 
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
 
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
@@ -62,7 +60,6 @@ _WRITES_OVER_INPUT = {
     "SparseSoftmaxCrossEntropyWithLogits": 1,
 }
 """Ops that are not elementwise, with the output that they write over an input that dies."""
-_CHEAP = frozenset((Kind.VIEW, Kind.SOURCE, Kind.METADATA))
 
 
 def _is_update(op: str) -> bool:
@@ -118,7 +115,9 @@ class _Simulation:
                 self.inputs_bytes += self.sizes[tensor]
 
     def run(self) -> Timeline:
-        order = tuple(self._execute())
+        order = self.view.execution_order
+        for node in order:
+            self._run_node(self.view.nodes[node])
         for tensor, born in enumerate(self.born):
             if born >= 0 and self.died[tensor] < 0:
                 self.died[tensor] = len(order) - 1
@@ -131,26 +130,6 @@ class _Simulation:
             tuple(self.sizes),
             resident,
         )
-
-    def _execute(self) -> Iterator[int]:
-        nodes = self.view.nodes
-        successors, pending = _edges(self.view)
-        rank = _ranks(successors, list(pending))
-        for found in successors:
-            found.sort(key=rank.__getitem__)
-        cheap = [kind in _CHEAP for kind in self.view.kinds]
-        stack = sorted((n.id for n in nodes if not pending[n.id]), key=rank.__getitem__)
-        at_once: collections.deque[int] = collections.deque()
-        while stack or at_once:
-            current = at_once.popleft() if at_once else stack.pop()
-            self._run_node(nodes[current])
-            yield current
-            ready: list[int] = []
-            for successor in successors[current]:
-                pending[successor] -= 1
-                if not pending[successor]:
-                    (at_once if cheap[successor] else ready).append(successor)
-            stack.extend(ready)
 
     def _run_node(self, node: Node) -> None:
         step = len(self.usage)
@@ -217,46 +196,3 @@ class _Simulation:
             )
             self.copies[handle] = size
             self.current += size
-
-
-def _edges(view: GraphView) -> tuple[list[list[int]], list[int]]:
-    """For each node the nodes that wait for it, and for how many it waits, one entry an edge.
-
-    Grappler's passes leave them in this order: what leads further comes later, and of two that lead
-    as far the one created later comes first.
-    """
-    successors: list[list[int]] = [[] for _ in view.nodes]
-    pending = [0] * len(view.nodes)
-    added = len(view.nodes) + max((node.created for node in view.nodes), default=0)
-    created = [added + n.id if n.created < 0 else n.created for n in view.nodes]
-    height = _heights(view)
-    for node in sorted(view.nodes, key=lambda node: (height[node.id], -created[node.id])):
-        sources = [view.tensors[t].node for t in node.inputs]
-        sources.extend(node.control_inputs)
-        for source in sources:
-            successors[source].append(node.id)
-        pending[node.id] = len(sources)
-    return successors, pending
-
-
-def _ranks(successors: Sequence[Sequence[int]], pending: list[int]) -> list[int]:
-    """The place of each node in the optimized graph, which Grappler sorts breadth first."""
-    waiting = collections.deque(node for node, count in enumerate(pending) if not count)
-    ranks = [0] * len(pending)
-    for rank in range(len(pending)):
-        node = waiting.popleft()
-        ranks[node] = rank
-        for successor in successors[node]:
-            pending[successor] -= 1
-            if not pending[successor]:
-                waiting.append(successor)
-    return ranks
-
-
-def _heights(view: GraphView) -> list[int]:
-    """For each node how many nodes at most follow from it, one after the other."""
-    heights = [0] * len(view.nodes)
-    for node in reversed(view.nodes):
-        users = {c for t in node.outputs for c in view.consumers[t]}
-        heights[node.id] = 1 + max((heights[u] for u in users), default=0)
-    return heights

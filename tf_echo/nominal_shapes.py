@@ -113,6 +113,11 @@ class NominalShapes:
             self._shapes[id(output)] = shape
         return shapes
 
+    def add_alike(self, operation: tf.Operation, other: tf.Operation) -> None:
+        """Notes that an operation makes what one makes that was added."""
+        for output, same in zip(operation.outputs, other.outputs, strict=True):
+            self._shapes[id(output)] = self._shapes.get(id(same))
+
     def list_of(self, tensor: tf.Tensor) -> TensorList | None:
         """What is known of a list; None where nothing is."""
         return self._lists.get(id(tensor))

@@ -13,6 +13,7 @@ a normalization, say.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline
 from tf_echo.op_traits import Kind
 from tf_echo.plan import RegionDecision, format_bytes
-from tf_echo.regions import Region
+from tf_echo.regions import Region, common_scope
 
 
 class Solver(Protocol):
@@ -247,11 +248,6 @@ class _Path:
     def _is_read_by_heavy(self, tensor: int) -> bool:
         return any(self.view.kinds[r] is Kind.HEAVY for r in self.readers[tensor])
 
-    def path_readers(self) -> list[int]:
-        """The backward nodes that read what the path makes."""
-        made = (t for n in self.path for t in self.view.nodes[n].outputs)
-        return [reader for t in made for reader in self.readers[t]]
-
     def read_elsewhere(self, root: int) -> bool:
         """Whether the backward pass reads this memory as the output of a node that no region may
         recompute.
@@ -399,17 +395,67 @@ def _keep(region: Region, reason: str, released: int = 0, kept: int = 0) -> Regi
 def _decide_all(
     view: GraphView, paths: Mapping[int, _Path], cost_model: CostModel, timeline: Timeline
 ) -> list[RegionDecision]:
-    """The decisions that solved paths, in order of their regions, amount to."""
+    """The decisions that solved paths, in order of their regions, amount to.
+
+    What is recomputed independently of the rest of its region is a region of its own, for it may
+    wait for another gradient.
+    """
     told: set[int] = set()
-    readers = {index: path.path_readers() for index, path in paths.items() if path.path}
+    number = itertools.count(max(paths, default=-1) + 1)
+    parts = {
+        (index if place == 0 else next(number)): (path, nodes)
+        for index, path in paths.items()
+        for place, nodes in enumerate(_independent(path))
+    }
+    readers = {
+        index: [r for n in nodes for t in view.nodes[n].outputs for r in path.readers[t]]
+        for index, (path, nodes) in parts.items()
+        if nodes
+    }
     gates = gating.find_gates(view, readers, gating.steps_of(timeline))
-    return [_decide(path, cost_model, gates, told) for path in paths.values()]
+    return [
+        _decide(path, nodes, index, cost_model, gates, told)
+        for index, (path, nodes) in sorted(parts.items())
+    ]
+
+
+def _independent(path: _Path) -> list[list[int]]:
+    """The nodes of a path, those apart that neither read what others make nor must be tied to a
+    gate by the same tensor. One empty list where the path is empty.
+    """
+    nodes, tensors = path.view.nodes, path.view.tensors
+    parent = {n: n for n in path.path}
+
+    def find(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in path.path:
+        for tensor in nodes[node].inputs:
+            if tensors[tensor].node in parent:
+                parent[find(node)] = find(tensors[tensor].node)
+    tied = gating.guarded_tensors(path.view, [nodes[n] for n in sorted(path.path)])
+    for tensor in tied:
+        first, *others = [n for n in path.path if tensor in nodes[n].inputs]
+        for other in others:
+            parent[find(other)] = find(first)
+    parts: dict[int, list[int]] = collections.defaultdict(list)
+    for node in sorted(path.path):
+        parts[find(node)].append(node)
+    return list(parts.values()) or [[]]
 
 
 def _decide(
-    path: _Path, cost_model: CostModel, gates: Mapping[int, int], told: set[int]
+    path: _Path,
+    nodes: Sequence[int],
+    index: int,
+    cost_model: CostModel,
+    gates: Mapping[int, int],
+    told: set[int],
 ) -> RegionDecision:
-    """The decision that a solved path amounts to.
+    """The decision that a part of a solved path amounts to.
 
     `told` holds the memory that earlier decisions count as kept.
     """
@@ -418,24 +464,26 @@ def _decide(
         return _keep(region, "the backward pass reads nothing of it")
     if path.too_slow:
         return _keep(region, "too slow to recompute for what it releases")
-    if not path.path:
+    if not nodes:
         return _keep(region, _why_keep(path))
-    nodes = sorted(path.path)
-    released = path.baseline - path.kept
-    new = path.kept - path.baseline - told
+    whole = index == region.index
+    made = {view.buffers[t] for n in nodes for t in view.nodes[n].outputs}
+    read = {view.buffers[t] for n in nodes for t in view.nodes[n].inputs}
+    released = (path.baseline - path.kept) & made
+    new = ((path.kept - path.baseline) & read) - told
     kept = {root for root in new if not path.read_elsewhere(root)}
     told |= kept
     return RegionDecision(
-        region.index,
-        region.layer,
-        len(region.nodes),
+        index,
+        region.layer if whole else common_scope(view, nodes),
+        len(region.nodes) - len(path.path) + len(nodes) if whole else len(nodes),
         True,
         sum(path.nbytes[root] for root in released),
         sum(path.nbytes[root] for root in kept),
-        path.seconds(cost_model),
+        sum(cost_model.seconds(view, view.nodes[n]) for n in nodes),
         "fewer bytes are kept",
         tuple(view.nodes[n].name for n in nodes),
-        view.tensor_name(gates[region.index]),
+        view.tensor_name(gates[index]),
     )
 
 

@@ -10,7 +10,7 @@ re-enters.
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from tf_echo import gating
+from tf_echo import gating, op_traits
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
 
@@ -39,9 +39,11 @@ def partition(view: GraphView, excluded: Collection[int] = frozenset()) -> list[
         view: the view.
         excluded: ids of nodes that are never recomputed.
     """
+    constant = _made_of_constants(view)
     replayable = [
         not node.backward
         and node.id not in excluded
+        and not constant[node.id]
         and gating.may_replay(view, node)
         and all(view.tensors[t].known for t in node.outputs)
         and not is_shape_arithmetic(view, node)
@@ -77,6 +79,22 @@ def is_shape_arithmetic(view: GraphView, node: Node) -> bool:
     """Few integers: cheap to keep, and XLA must know them when it compiles."""
     outputs = [view.tensors[t] for t in node.outputs]
     return all(t.dtype in ("int32", "int64") and t.nbytes <= _SHAPE_BYTES for t in outputs)
+
+
+def _made_of_constants(view: GraphView) -> list[bool]:
+    """For each node whether it makes a few numbers of constants alone.
+
+    Several layers may share them, which makes them no neighbours.
+    """
+    found = [False] * len(view.nodes)
+    for node in view.nodes:
+        found[node.id] = node.op == "Const" or (
+            bool(node.inputs)
+            and op_traits.is_replayable(node.op)
+            and all(found[view.tensors[t].node] for t in node.inputs)
+            and all(view.tensors[t].nbytes <= _SHAPE_BYTES for t in node.outputs)
+        )
+    return found
 
 
 def merge(view: GraphView, regions: Sequence[Region]) -> list[Region]:
@@ -143,7 +161,7 @@ def _level_behind(view: GraphView, replayable: list[bool], levels: list[int], so
     return levels[source] + (not passes)
 
 
-def common_scope(view: GraphView, nodes: list[int]) -> str:
+def common_scope(view: GraphView, nodes: Sequence[int]) -> str:
     """The longest name scope that most of the nodes share, `"(step)"` if there is none."""
     counts: dict[str, int] = {}
     for node in nodes:

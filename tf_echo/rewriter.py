@@ -50,6 +50,10 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
         loop_rewriter.rewrite_loop(loop, loop_plan)
     if not any((plan.recomputed, plan.untied, plan.sums, plan.bits)):
         return
+    # What is left out of the view must not go on reading what is recomputed for the rest.
+    for left_out, kept in trace.merged:
+        for tensor, other in zip(left_out.outputs, kept.outputs, strict=True):
+            summing.read_instead(tensor, other)
     passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
     totals = summing.replace_sums(trace, plan.sums)
     known = len(trace.graph.get_operations())

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tf_echo import op_traits
 from tf_echo.gating import Delay, need_forward_values
-from tf_echo.graph_view import GraphView, Node
+from tf_echo.graph_view import GraphView, Node, per_view
 from tf_echo.op_traits import Kind
 
 _MIN_SUMMED_BYTES = 1 << 16
@@ -197,6 +197,7 @@ def side_ends(view: GraphView, start: int, end: int) -> list[int]:
     return ends
 
 
+@per_view
 def early_sources(view: GraphView) -> list[int]:
     """Constants and reads of variables of the backward pass that may run before it: learning rates,
     optimizer state.
@@ -271,6 +272,7 @@ def _biases_first(view: GraphView, activations: frozenset[int]) -> list[tuple[in
     ]
 
 
+@per_view
 def _activations(view: GraphView) -> frozenset[int]:
     """Tensors of the forward pass that are made of more than variables.
 

@@ -5,17 +5,24 @@ of its own: what TensorFlow keeps on lists from one to the other is there simply
 backward part. So bodies are planned like whole steps.
 """
 
+import collections
 import dataclasses
 import itertools
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, loop_memory, workspaces
+from tf_echo import loop_internals, loop_memory, op_traits, workspaces
 from tf_echo.graph_view import NOTHING, GraphView, Loop, ViewBuilder
 from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
+
+_MERGED = op_traits.REPLAYABLE | {op_traits.Kind.HEAVY}
+_KEPT_APART = frozenset(("IdentityN", "AddN", "TensorListGetItem"))
+"""What plans name by its operation."""
+_LARGE_CONSTANT = 64
+"""Elements from which it would take long to compare constants."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Trace:
     """The loops with a gradient that are not looked into, each with the reason."""
     numbers: Mapping[int, tuple[tf.Tensor, int]] = dataclasses.field(default_factory=dict)
     """By the id of a TensorFlow tensor, the tensor and the one of the view that it stands for."""
+    merged: tuple[tuple[tf.Operation, tf.Operation], ...] = ()
+    """Operations that the view leaves out, each with the one that computes the same."""
 
     @property
     def open_batch(self) -> bool:
@@ -106,6 +115,9 @@ class Tracer:
         self._numbers: dict[int, tuple[tf.Tensor, int]] = {}
         """Ids of Python objects are only unique while the objects live."""
         self._nodes: dict[tf.Operation, int] = {}
+        self._merged: list[tuple[tf.Operation, tf.Operation]] = []
+        self._alike: dict[Hashable, list[tf.Operation]] = collections.defaultdict(list)
+        """Operations that differ in their attributes at most."""
         self._shapes: list[Shape | None] = []
         """For each tensor its shape, nominal sides filled in; None where it is not known."""
         self._threads = 0 if tf.config.list_physical_devices("GPU") else _threads()
@@ -123,13 +135,60 @@ class Tracer:
         made = self.builder.tensors[number]
         return self.operations[made.node].outputs[made.output_index]
 
-    def add(self, operation: tf.Operation, backward: bool, created: int = -1) -> None:
-        """Adds an operation; `created` as in `Node`."""
+    def merge(self, operation: tf.Operation) -> bool:
+        """Leaves an operation out if one that was added computes the same, as Grappler will.
+
+        What reads its results then reads those of the other one.
+        """
+        key = self._computes(operation)
+        if key is None:
+            return False
+        attributes = operation.node_def.attr if self._alike[key] else None
+        for other in self._alike[key]:
+            if other.node_def.attr == attributes:
+                self._merged.append((operation, other))
+                self._nodes[operation] = self._nodes[other]
+                self.nominal.add_alike(operation, other)
+                self.backward_nominal.add_alike(operation, other)
+                for left_out, kept in zip(operation.outputs, other.outputs, strict=True):
+                    self.name(left_out, self.number(kept))
+                return True
+        self._alike[key].append(operation)
+        return False
+
+    def _computes(self, operation: tf.Operation) -> Hashable | None:
+        """All that an operation computes follows from but its attributes; None if more does."""
+        kind = operation.type
+        constant = kind == "Const"
+        if not (constant or op_traits.traits_of(kind).kind in _MERGED) or kind in _KEPT_APART:
+            return None
+        if constant and (operation.outputs[0].shape.num_elements() or 0) > _LARGE_CONSTANT:
+            return None
+        value = operation.get_attr("value").SerializeToString() if constant else None
+        control = frozenset(self._nodes.get(c, c) for c in operation.control_inputs)
+        read = tuple(self.number(t) for t in operation.inputs)
+        return kind, read, control, operation.device, value
+
+    def add(
+        self,
+        operation: tf.Operation,
+        backward: bool,
+        created: int = -1,
+        after: Iterable[tf.Operation] = (),
+    ) -> None:
+        """Adds an operation.
+
+        Args:
+            operation: the operation.
+            backward: whether it belongs to the backward pass.
+            created: as in `Node`.
+            after: what it will wait for besides what it reads and its control inputs.
+        """
         inputs = [self.number(t) for t in operation.inputs]
         kind = operation.type
         if kind == "TensorListGetItem" and not self._is_constant(operation.inputs[0]):
             kind = "TensorListGetItem(changing)"
-        self._add(operation, kind, inputs, backward, created)
+        self._add(operation, kind, inputs, backward, created, after)
 
     def add_variable(self, operation: tf.Operation, after: Sequence[int], backward: bool) -> None:
         """Adds the placeholder of what changes from one iteration of a loop to the next.
@@ -160,6 +219,7 @@ class Tracer:
         inputs: Sequence[int],
         backward: bool,
         created: int = -1,
+        after: Iterable[tf.Operation] = (),
     ) -> None:
         nominal = self.backward_nominal if backward else self.nominal
         static = [static_shape(output) for output in operation.outputs]
@@ -176,7 +236,8 @@ class Tracer:
         sizes += [(0, "variant", place % 2 == 0, True) for place in range(extra)]
         if forward is not None:
             inputs = [*inputs, *self._extra(forward)[:2]]
-        control = [self._nodes[c] for c in operation.control_inputs if c in self._nodes]
+        waits = dict.fromkeys([*operation.control_inputs, *after])
+        control = [self._nodes[c] for c in waits if c in self._nodes]
         name = self._unused(operation.name)
         workspace = NOTHING
         if self._threads:
@@ -223,6 +284,7 @@ class Tracer:
             tuple(self.loops),
             tuple(self.whole),
             self._numbers,
+            tuple(self._merged),
         )
 
     def _extra(self, loop: tf.Operation) -> tuple[int, ...]:

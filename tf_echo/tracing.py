@@ -43,7 +43,8 @@ def trace_step(
         The trace. Its time is linear in the number of operations.
     """
     graph = losses[-1].graph
-    forward = _ancestors([loss.op for loss in losses], _ordered_by_effects(graph))
+    effects = _ordered_by_effects(graph)
+    forward = _ancestors([loss.op for loss in losses], effects)
     roots = [loss.op for loss in losses]
     roots += [gradient.op for gradient in gradients]
     # Whatever has side effects runs, and updates may be linked through variables alone.
@@ -62,10 +63,14 @@ def trace_step(
     nominal = NominalShapes(batch_size or NOMINAL_BATCH_SIZE)
     tracer = Tracer(graph, nominal, nominal, loop_internals.gradient_loops(ordered))
     created = {operation: place for place, operation in enumerate(graph.get_operations())}
-    for operation in ordered:
-        tracer.add(operation, operation not in forward, created[operation])
-    name = f"{losses[-1].op.name}:{losses[-1].value_index}"
     seed = next((op for op in backward if op in behind_gradients and _is_gradient(op)), None)
+    for operation in ordered:
+        # The gradient of the loss may be a constant like any other.
+        if operation is seed or not tracer.merge(operation):
+            after = effects.get(operation, ())
+            tracer.add(operation, operation not in forward, created[operation], after)
+    loss = tracer.tensor(tracer.number(losses[-1]))
+    name = f"{loss.op.name}:{loss.value_index}"
     return _with_delays(tracer.finish(name, _weight_bytes(ordered), seed))
 
 
@@ -209,6 +214,8 @@ def _weight_bytes(operations: Sequence[tf.Operation]) -> int:
     handles: dict[str, int] = {}
     for operation in operations:
         for tensor in operation.inputs:
-            if tensor.dtype == tf.resource and tensor.name not in handles:
+            # Loops pass handles on.
+            passed_on = tensor.op.inputs
+            if tensor.dtype == tf.resource and not passed_on and tensor.name not in handles:
                 handles[tensor.name] = tf_internals.variable_bytes(tensor)
     return sum(handles.values())

@@ -435,6 +435,16 @@ def residuals_and_concatenations(x):
     return layers.Dense(3)(layers.concatenate([x, y, layers.maximum([x, y])]))
 
 
+@_case(VECTOR)
+def the_same_twice(x):
+    """Grappler merges what computes the same, also what only the backward pass reads."""
+    for _ in range(3):
+        x = layers.Dense(24)(x)
+        branches = [layers.Dense(24)(layers.Activation("gelu")(x)) for _ in range(3)]
+        x = layers.add([*branches, layers.multiply([ops.tanh(x), ops.tanh(x)])])
+    return layers.Dense(3)(x)
+
+
 @_case(VECTOR, SEQUENCE, compiling={"loss": ["mse", "mae"], "loss_weights": [1.0, 0.3]})
 def several_inputs_and_outputs(x, y):
     x = layers.Dense(10, activation="gelu")(x)

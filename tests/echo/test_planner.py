@@ -81,9 +81,51 @@ def shared_broadcast(count: int, between: str = "") -> GraphView:
 
 
 def test_figure_8_shared_broadcast_is_recomputed_from_t_times_2n_bytes():
-    decision = next(d for d in decide(shared_broadcast(16)) if d.recompute)
-    assert decision.released_bytes == 16 * 16 * 1024  # T x T x N
-    assert decision.kept_bytes == (16 + 16) * 1024  # T x 2N
+    decisions = [d for d in decide(shared_broadcast(16)) if d.recompute]
+    assert sum(d.released_bytes for d in decisions) == 16 * 16 * 1024  # T x T x N
+    assert sum(d.kept_bytes for d in decisions) == (16 + 16) * 1024  # T x 2N
+
+
+@pytest.mark.parametrize(
+    ("tied", "expected"),
+    [
+        ("l", [(("a",), "first", 2), (("b", "c"), "second", 2), (("d",), "third", 1)]),
+        ("j", [(("a",), "first", 2), (("b", "c", "d"), "second", 3)]),
+    ],
+)
+def test_what_is_independent_waits_for_its_own_gradient(tied, expected):
+    text = f"""
+        x = Placeholder [1MiB]
+        h = MatMul x x [1MiB]
+        k = Reshape h [1MiB]
+        i = Placeholder [4B]
+        j = Placeholder [4B]
+        l = Placeholder [4B]
+        a = AddV2 k i [1MiB]
+        b = Mul k j [1MiB]
+        c = Neg b [1MiB]
+        d = Sub k {tied} [1MiB]
+        p = MatMul a x [1MiB]
+        q = MatMul c x [1MiB]
+        r = MatMul d x [1MiB]
+        all = AddN p q r [1MiB]
+        loss = Mean all [4B]
+        backward:
+        g = Const [4B fixed]
+        first = Mul g loss [1MiB]
+        dw = MatMul a first [1MiB]
+        second = MatMul dw first [1MiB]
+        dc = MatMul c second [1MiB]
+        db = Mul b dc [1MiB]
+        third = MatMul db second [1MiB]
+        dd = MatMul d third [1MiB]
+        seed: g
+    """
+    view = parse_view(text)
+    assert len(regions.partition(view)[0].nodes) == 5
+    decisions = [d for d in decide(view) if d.recompute]
+    assert [(d.nodes, d.gate, d.ops) for d in decisions] == expected
+    assert [d.released_bytes for d in decisions] == [len(d.nodes) << 20 for d in decisions]
 
 
 def test_figure_8_sharing_is_seen_across_regions_that_heavy_ops_separate():

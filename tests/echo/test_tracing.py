@@ -82,3 +82,57 @@ def test_a_loss_that_no_variable_moves_is_told_apart():
     weight = tf.Variable(2.0)
     step.get_concrete_function(tf.TensorSpec((2,)))
     assert found == [False, True]
+
+
+def test_what_computes_the_same_is_there_once():
+    x = h = keras.Input((8,))
+    branches = [L.Dense(8, name=f"after_{n}")(L.ReLU(name=f"relu_{n}")(h)) for n in range(3)]
+    view = traced(keras.Model(x, L.Add()(branches)), keras.optimizers.SGD())
+    relus = [node for node in view.nodes if node.op == "Relu"]
+    assert len(relus) == 1
+    readers = [view.nodes[c].name for c in view.consumers[relus[0].outputs[0]]]
+    assert all(any(f"after_{n}" in reader for reader in readers) for n in range(3))
+
+
+def test_what_draws_or_reads_other_numbers_is_not_taken_for_the_same():
+    x = keras.Input((8,))
+    branches = [L.Dense(8)(L.Dropout(0.5)(x)) for _ in range(2)]
+    branches += [L.Dense(8)(keras.ops.cast(x, kind)) for kind in ("float16", "bfloat16")]
+    branches += [L.Dense(8)(x * factor) for factor in (2.0, 3.0)]
+    view = traced(keras.Model(x, L.Concatenate()(branches)), keras.optimizers.SGD())
+    forward = [node for node in view.nodes if not node.backward]
+    drawn = [n for n in forward if n.op.startswith("StatelessRandomUniform")]
+    assert len(drawn) == 2
+    (data,) = (t.id for t in view.tensors if view.nodes[t.node].name == "x")
+    casts = {view.tensors[n.outputs[0]].dtype for n in forward if n.op == "Cast"}
+    assert casts >= {"float16", "bfloat16"}
+    factors = [n for n in forward if n.op == "Mul" and data in n.inputs]
+    assert len(factors) == 2
+
+
+def test_the_gradient_of_the_loss_is_no_constant_of_the_forward_pass():
+    x = keras.Input((8,))
+    view = traced(keras.Model(x, L.Dense(8)(L.ReLU()(1.0 - x))), keras.optimizers.SGD())
+    assert view.seed is not None
+    assert view.nodes[view.tensors[view.seed].node].backward
+
+
+def test_what_reads_a_variable_again_waits_until_it_is_written():
+    view = traced(normalized(), keras.optimizers.RMSprop())
+    writes = {n.id: n.inputs[0] for n in view.nodes if n.op == "AssignVariableOp" and n.backward}
+    again = [
+        n
+        for n in view.nodes
+        if n.op == "ReadVariableOp"
+        and any(w < n.id and h == n.inputs[0] for w, h in writes.items())
+    ]
+    assert len(again) >= 4
+    assert all(any(writes.get(c) == n.inputs[0] for c in n.control_inputs) for n in again)
+
+
+def test_a_variable_that_a_loop_reads_is_counted_once():
+    model = keras.Sequential([keras.Input((6, 4)), L.LSTM(5, recurrent_dropout=0.2)])
+    view = traced(model, keras.optimizers.SGD())
+    weights = sum(v.numpy().nbytes for v in [*model.variables, *keras.optimizers.SGD().variables])
+    # The optimizer's own count and learning rate are 12 bytes.
+    assert weights <= view.weight_bytes <= weights + 12
