@@ -239,7 +239,7 @@ def _largest(trace: Any, plan: Any, count: int) -> list[str]:
     """The largest tensors at the predicted peak of a planned step."""
     from tf_echo import evaluation, loop_evaluation, memory_model
 
-    schedule = evaluation.Schedule(plan.untied, plan.sums, plan.bits)
+    schedule = evaluation.Schedule(plan.sums, plan.bits)
     planned = loop_evaluation.planned(trace.view, plan.loops)
     rewired = evaluation.rewire(planned, plan.decisions, schedule)
     scale = plan.batch_size / trace.view.batch_size if plan.batch_size else 1.0

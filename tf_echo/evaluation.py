@@ -59,7 +59,6 @@ class Rewired:
 class Schedule:
     """What a plan does besides recomputing; see `RecomputePlan`."""
 
-    untied: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
     bits: tuple[PackedResidual, ...] = ()
 
@@ -68,7 +67,6 @@ def schedule_of(view: GraphView) -> Schedule:
     """Everything of the kind that may be done to a view."""
     names = [node.name for node in view.nodes]
     return Schedule(
-        tuple(names[n] for n in scheduling.ties(view)),
         tuple(names[n] for n in scheduling.running_sums(view)),
     )
 
@@ -149,8 +147,7 @@ class _Rewiring:
         in_loop: bool,
     ):
         self.view, self.builder, self.in_loop = view, ViewBuilder(), in_loop
-        self.removed = frozenset(view.by_name[n] for n in (*schedule.untied, *schedule.sums))
-        self.passed = scheduling.past_ties(view, [view.by_name[n] for n in schedule.untied])
+        self.removed = frozenset(view.by_name[n] for n in schedule.sums)
         self.renamed: dict[int, int] = {}
         self.copies: dict[int, int] = {}
         self.places: dict[int, int] = {}
@@ -165,7 +162,7 @@ class _Rewiring:
         self.waits = {} if in_loop else scheduling.waits(view, sorted(self.due))
         self.after: dict[int, list[int]] = {}
         if (self.due or self.removed or schedule.bits) and not in_loop:
-            for first, second in scheduling.put_offs(view, self.passed):
+            for first, second in scheduling.put_offs(view):
                 self.after.setdefault(second, []).append(first)
         self._note_sums([view.by_name[n] for n in schedule.sums])
 
@@ -186,17 +183,9 @@ class _Rewiring:
             if node.id in self.places or node.id in self.removed:
                 continue
             for decision, nodes in self.due.get(node.id, ()):
-                waits = [self.places[n] for n in self.waits.get(node.id, ()) if n in self.places]
+                waits = [self._place(n) for n in self.waits.get(node.id, ())]
                 self._add_region(decision, nodes, waits)
-            inputs = [self._source(node, t) for t in node.inputs]
-            before = (*node.control_inputs, *self.after.get(node.id, ()))
-            control = [self._place(c) for c in before if c not in self.removed]
-            control += [self._sum_node(*which) for which in self.sum_waits.get(node.id, ())]
-            added = self._add(node, node.name, inputs, control, node.backward, -1)
-            self.places[node.id] = added.id
-            self.renamed.update(zip(node.outputs, added.outputs, strict=True))
-            for place, number in self.additions.get(node.id, ()):
-                self._add_addition(place, number)
+            self._place(node.id)
         loss = self.renamed[self.view.loss]
         new = GraphView(
             tuple(self.builder.nodes),
@@ -234,7 +223,6 @@ class _Rewiring:
             self.places[node.id] = added.id
 
     def _source(self, node: Node, tensor: int) -> int:
-        tensor = self.passed.get(tensor, tensor)
         reads = self.in_loop or gating.reads_values(self.view, node)
         if node.backward and tensor in self.copies and reads:
             return self.copies[tensor]
@@ -258,20 +246,25 @@ class _Rewiring:
         created = node.created if name == node.name else -1
         return self.builder.add(name, op, inputs, sizes, control, backward, node.workspace, created)
 
-    def _place(self, node: int) -> int:
-        """The new place of a node.
-
-        An early source that is not there yet is added, with its handle.
+    def _place(self, number: int) -> int:
+        """The new place of a node, which is added if it is not there yet: a source that is read
+        early, an update that is waited for.
         """
-        if node not in self.places:
-            old = self.view.nodes[node]
-            for tensor in old.inputs:
-                self._place(self.view.tensors[tensor].node)
-            inputs = [self.renamed[t] for t in old.inputs]
-            added = self._add(old, old.name, inputs, (), True, -1)
-            self.places[node] = added.id
-            self.renamed.update(zip(old.outputs, added.outputs, strict=True))
-        return self.places[node]
+        if number not in self.places:
+            node = self.view.nodes[number]
+            for tensor in node.inputs:
+                if tensor not in self.renamed:
+                    self._place(self.view.tensors[tensor].node)
+            inputs = [self._source(node, t) for t in node.inputs]
+            before = (*node.control_inputs, *self.after.get(number, ()))
+            control = [self._place(c) for c in before if c not in self.removed]
+            control += [self._sum_node(*which) for which in self.sum_waits.get(number, ())]
+            added = self._add(node, node.name, inputs, control, node.backward, -1)
+            self.places[number] = added.id
+            self.renamed.update(zip(node.outputs, added.outputs, strict=True))
+            for place, addition in self.additions.get(number, ()):
+                self._add_addition(place, addition)
+        return self.places[number]
 
     def _add_region(
         self, decision: RegionDecision, nodes: Sequence[Node], waits: Sequence[int]

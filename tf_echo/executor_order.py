@@ -10,29 +10,25 @@ from collections.abc import Iterator, Sequence
 
 
 def execution_order(
-    read: Sequence[Sequence[int]],
-    waited_for: Sequence[Sequence[int]],
-    created: Sequence[int],
-    cheap: Sequence[bool],
+    sources: Sequence[Sequence[int]], created: Sequence[int], cheap: Sequence[bool]
 ) -> Iterator[int]:
     """Runs a graph.
 
     Args:
-        read: for each node the nodes whose results it reads, one entry an edge; all of them have
+        sources: for each node the nodes that it waits for, one entry an edge; all of them have
             smaller numbers than the node.
-        waited_for: for each node the others that it waits for, with smaller numbers.
         created: for each node its place in the order in which nodes were created.
         cheap: for each node whether the executor runs it as soon as it is ready.
 
     Yields:
         The nodes in the order in which they run, in a time linear in the edges but for sorting.
     """
-    heights = _heights(read)
-    successors: list[list[int]] = [[] for _ in read]
-    for node in sorted(range(len(read)), key=lambda n: (heights[n], -created[n])):
-        for source in (*read[node], *waited_for[node]):
+    heights = _heights(sources)
+    successors: list[list[int]] = [[] for _ in sources]
+    for node in sorted(range(len(sources)), key=lambda n: (heights[n], -created[n])):
+        for source in sources[node]:
             successors[source].append(node)
-    pending = [len(a) + len(b) for a, b in zip(read, waited_for, strict=True)]
+    pending = [len(waits) for waits in sources]
     ranks = _ranks(successors, pending.copy())
     for found in successors:
         found.sort(key=ranks.__getitem__)
@@ -48,11 +44,11 @@ def execution_order(
                 (at_once if cheap[successor] else stack).append(successor)
 
 
-def _heights(read: Sequence[Sequence[int]]) -> list[int]:
+def _heights(sources: Sequence[Sequence[int]]) -> list[int]:
     """For each node how many nodes at most follow from it, one after the other."""
-    heights = [1] * len(read)
-    for node in reversed(range(len(read))):
-        for source in read[node]:
+    heights = [1] * len(sources)
+    for node in reversed(range(len(sources))):
+        for source in sources[node]:
             heights[source] = max(heights[source], heights[node] + 1)
     return heights
 

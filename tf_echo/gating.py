@@ -146,7 +146,7 @@ def late_nodes(view: GraphView) -> list[bool]:
     needs_forward = need_forward_values(view)
     if view.seed is None:
         return needs_forward
-    return [a and b for a, b in zip(needs_forward, _upstream(view), strict=True)]
+    return [a and b for a, b in zip(needs_forward, follows_gradient(view), strict=True)]
 
 
 def _running_late(view: GraphView, steps: Sequence[int]) -> list[bool]:
@@ -170,7 +170,7 @@ def find_delays(view: GraphView) -> list[Delay]:
     Args:
         view: the view; none are found where it does not tell the gradient of the loss itself.
     """
-    needs_forward, upstream = need_forward_values(view), _upstream(view)
+    needs_forward, upstream = need_forward_values(view), follows_gradient(view)
     waited_for = {c for node in view.nodes for c in node.control_inputs}
     found: dict[int, Delay] = {}
     for node in reversed(view.nodes):
@@ -186,7 +186,7 @@ def find_delays(view: GraphView) -> list[Delay]:
 
 
 @per_view
-def _upstream(view: GraphView) -> list[bool]:
+def follows_gradient(view: GraphView) -> list[bool]:
     """Which nodes follow from the gradient of the loss."""
     found = [False] * len(view.nodes)
     seed = None if view.seed is None else view.tensors[view.seed].node

@@ -153,13 +153,15 @@ class GraphView:
     @functools.cached_property
     def execution_order(self) -> tuple[int, ...]:
         """Node ids in the order in which TensorFlow's executor runs them."""
-        read = [[self.tensors[t].node for t in node.inputs] for node in self.nodes]
-        waited_for = [node.control_inputs for node in self.nodes]
+        sources = [
+            [*(self.tensors[t].node for t in node.inputs), *node.control_inputs]
+            for node in self.nodes
+        ]
         # What rewriting adds is created after all that was there.
         last = len(self.nodes) + max((node.created for node in self.nodes), default=0)
         created = [last + n.id if n.created < 0 else n.created for n in self.nodes]
         cheap = [kind in _CHEAP for kind in self.kinds]
-        return tuple(executor_order.execution_order(read, waited_for, created, cheap))
+        return tuple(executor_order.execution_order(sources, created, cheap))
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:

@@ -34,7 +34,7 @@ class Timeline:
     sizes: tuple[int, ...]
     """Bytes of each tensor at the simulated batch size."""
     resident_bytes: int
-    """Variables and inputs of the step: there throughout."""
+    """Variables, constants and inputs of the step: there throughout."""
 
     @property
     def peak_step(self) -> int:
@@ -111,7 +111,7 @@ class _Simulation:
                 handle = node.inputs[0]
                 self.handles[tensor] = handle
                 self.reads[handle] += self.uses[tensor]
-            elif node.op != "Const":
+            else:
                 self.inputs_bytes += self.sizes[tensor]
 
     def run(self) -> Timeline:

@@ -33,6 +33,9 @@ NOMINAL_TRIPS = NOMINAL_LENGTH
 _MAX_VALUES = 64
 _INTEGERS = frozenset((tf.int32, tf.int64, tf.bool))
 
+_SAME_LIST = ("Identity", "ZerosLike", "AddN")
+"""Ops that make of a list of tensors one that is as large."""
+
 
 def static_shape(tensor: tf.Tensor) -> Shape | None:
     """The shape that the graph itself knows, or None where any part of it is open."""
@@ -102,7 +105,7 @@ class NominalShapes:
             shapes = self._add_loop(operation, shapes)
         elif "TensorList" in operation.type:
             shapes = self._add_list(operation, shapes)
-        elif operation.type == "Identity" and id(operation.inputs[0]) in self._lists:
+        elif operation.type in _SAME_LIST and id(operation.inputs[0]) in self._lists:
             self._lists[id(operation.outputs[0])] = self._lists[id(operation.inputs[0])]
         elif operation.outputs and id(operation.outputs[0]) in self._shapes:
             return [self._shapes[id(output)] for output in operation.outputs]

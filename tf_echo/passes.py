@@ -20,7 +20,6 @@ from tf_echo import (
     planner,
     regions,
     rewriter,
-    scheduling,
 )
 from tf_echo.cost_model import CostModel, RooflineCost
 from tf_echo.graph_view import GraphView, Loop
@@ -43,10 +42,10 @@ _MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
 
 
-TECHNIQUES = ("recompute", "heavy", "masks", "bits", "sums", "ties", "order")
+TECHNIQUES = ("recompute", "heavy", "masks", "bits", "sums", "order")
 """What policy "echo" does: run ops again, also those that gradients of heavy ops read, and those
 that draw random numbers; keep one bit of an element where that is enough; build up sums term by
-term; hand gradients to the optimizer one by one; run iterations one by one."""
+term; run iterations one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,6 @@ def plan_view(
         choice.before,
         choice.after,
         batch_size,
-        choice.schedule.untied,
         choice.schedule.sums,
         choice.schedule.bits,
         tuple(loops),
@@ -107,7 +105,6 @@ def _shares(view: GraphView, plan: RecomputePlan, scale: float) -> tuple[Share, 
     parts = {
         "bits": (len(plan.bits), dataclasses.replace(schedule, bits=())),
         "sums": (len(plan.sums), dataclasses.replace(schedule, sums=())),
-        "ties": (len(plan.untied), dataclasses.replace(schedule, untied=())),
     }
     planned = (
         loop_evaluation.planned(view, plan.loops) if any(c for c, _ in parts.values()) else view
@@ -122,7 +119,7 @@ def _shares(view: GraphView, plan: RecomputePlan, scale: float) -> tuple[Share, 
 
 
 def _schedule(plan: RecomputePlan) -> evaluation.Schedule:
-    return evaluation.Schedule(plan.untied, plan.sums, plan.bits)
+    return evaluation.Schedule(plan.sums, plan.bits)
 
 
 def _decide(
@@ -154,7 +151,6 @@ def _decide(
 
     schedule = evaluation.schedule_of(view) if tidied else evaluation.Schedule()
     schedule = evaluation.Schedule(
-        () if "ties" in settings.without else schedule.untied,
         () if "sums" in settings.without else schedule.sums,
     )
 
@@ -213,12 +209,6 @@ def _with_loops(
     return chosen, choice
 
 
-def _renamed(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
-    """The plan with the ties of this view: their names begin with the optimizer's."""
-    ties = tuple(view.nodes[number].name for number in scheduling.ties(view))
-    return dataclasses.replace(plan, untied=ties if plan.untied else ())
-
-
 def judge(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
     """A plan for the same graph, perhaps changed by hand, with its peaks predicted anew."""
     scale = (plan.batch_size or 1) / (view.batch_size or 1) if plan.batch_size else 1.0
@@ -250,7 +240,7 @@ def plan_step(
         if settings.plan is None:
             plan = plan_view(trace.view, settings, trace.open_batch, trace.whole)
         else:
-            plan = _renamed(trace.view, settings.plan)
+            plan = settings.plan
             rewriter.check(trace, plan)
             plan = judge(trace.view, plan)
     plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))

@@ -134,7 +134,7 @@ class Share:
     """What one part of a plan, other than recomputing, does for the peak."""
 
     technique: str
-    """`"bits"`, `"sums"` or `"ties"`; see `EchoOptimizer`'s `without`."""
+    """`"bits"` or `"sums"`; see `EchoOptimizer`'s `without`."""
     count: int
     """How often it is used."""
     saved_bytes: int
@@ -179,10 +179,6 @@ class RecomputePlan:
 
     None where it was fixed.
     """
-    untied: tuple[str, ...] = ()
-    """Names of IdentityN ops of the backward pass (Keras passes all gradients through one). Their
-    readers read past them, so that each update runs as soon as its gradient is there instead of
-    when the last one is."""
     sums: tuple[str, ...] = ()
     """Names of AddN ops of the backward pass that add up their terms one by one instead."""
     bits: tuple[PackedResidual, ...] = ()
@@ -229,8 +225,8 @@ class RecomputePlan:
                 "shares": tuple(Share(**share) for share in fields["shares"]),
             }
             peaks = {key: PeakMemory(**fields[key]) for key in ("before", "after")}
-            names = {key: tuple(fields[key]) for key in ("untied", "sums")}
-            return cls(**{**fields, **peaks, **names, **decisions})
+            sums = tuple(fields["sums"])
+            return cls(**{**fields, **peaks, "sums": sums, **decisions})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"`text` must be what `RecomputePlan.to_json` returned. Received: {text[:80]!r}"

@@ -34,7 +34,6 @@ def report(plan: RecomputePlan, every_region: bool = False) -> str:
 _DOES = {
     "bits": "Of {count} tensors one bit an element is kept, {released} -> {kept} MiB",
     "sums": "{count} sums of gradients are built up term by term",
-    "ties": "Gradients are handed to the optimizer one by one instead of all at once",
 }
 
 

@@ -48,24 +48,19 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     trace = check(trace, plan)
     for loop_plan, loop in _loops(trace, plan.loops):
         loop_rewriter.rewrite_loop(loop, loop_plan)
-    if not any((plan.recomputed, plan.untied, plan.sums, plan.bits)):
+    if not any((plan.recomputed, plan.sums, plan.bits)):
         return
     # What is left out of the view must not go on reading what is recomputed for the rest.
-    for left_out, kept in trace.merged:
-        for tensor, other in zip(left_out.outputs, kept.outputs, strict=True):
-            summing.read_instead(tensor, other)
-    passed = scheduling.past_ties(trace.view, [trace.view.by_name[name] for name in plan.untied])
+    for tensor, other in trace.left_out:
+        summing.read_instead(tensor, other)
     totals = summing.replace_sums(trace, plan.sums)
     known = len(trace.graph.get_operations())
     _recompute(trace, plan, totals)
     added = frozenset(trace.graph.get_operations()[known:])
     for residual in plan.bits:
         packer.keep_bits(trace, residual, _gradient(trace, residual.gate, totals), added)
-    for first, second in scheduling.put_offs(trace.view, passed):
+    for first, second in scheduling.put_offs(trace.view):
         tf_internals.wait_for(trace.operations[second], trace.operations[first])
-    for tensor, source in passed.items():
-        total = totals.get(trace.view.tensors[source].node)
-        summing.read_instead(trace.tensor(tensor), trace.tensor(source) if total is None else total)
 
 
 def check(trace: Trace, plan: RecomputePlan) -> Trace:
@@ -79,8 +74,7 @@ def check(trace: Trace, plan: RecomputePlan) -> Trace:
     trace = dataclasses.replace(trace, view=loop_evaluation.planned(trace.view, plan.loops))
     for decision in plan.recomputed:
         _check(trace, decision)
-    _check_ops(trace, plan.untied, "IdentityN")
-    _check_ops(trace, plan.sums, "AddN")
+    _check_sums(trace, plan.sums)
     for residual in plan.bits:
         _check_bits(trace, residual, plan.recomputed)
     return trace
@@ -100,7 +94,7 @@ def _loops(trace: Trace, plans: Sequence[LoopPlan]) -> list[tuple[LoopPlan, Loop
 def _check_loop(loop: LoopTrace, plan: LoopPlan) -> None:
     for decision in plan.recomputed:
         _check(loop.body, decision)
-    _check_ops(loop.body, plan.sums, "AddN")
+    _check_sums(loop.body, plan.sums)
     for name in plan.reread:
         _check_read_again(loop, name)
     for inner_plan, inner in _loops(loop.body, plan.loops):
@@ -132,11 +126,7 @@ def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) 
     for decision in plan.recomputed:
         start = firsts[decision.region]
         if start is not None:
-            ready = [
-                totals[n].op if n in totals else trace.operations[n]
-                for n in waits[start]
-                if trace.view.nodes[n].name not in plan.untied
-            ]
+            ready = [totals[n].op if n in totals else trace.operations[n] for n in waits[start]]
             gate = Gate(_gradient(trace, decision.gate, totals), ready)
             _Region(trace, decision, gate).rewrite()
 
@@ -148,10 +138,10 @@ def _gradient(trace: Trace, name: str, totals: Mapping[int, tf.Tensor]) -> tf.Te
     return trace.tensor(number) if total is None else total
 
 
-def _check_ops(trace: Trace, names: Sequence[str], op: str) -> None:
+def _check_sums(trace: Trace, names: Sequence[str]) -> None:
     for name in names:
-        if name not in trace.view.by_name or trace.view.node(name).op != op:
-            raise PlanMismatchError(f"The plan names {name!r}, which is no {op} of this graph.")
+        if name not in trace.view.by_name or trace.view.node(name).op != "AddN":
+            raise PlanMismatchError(f"The plan names {name!r}, which is no AddN of this graph.")
 
 
 def _readers(trace: Trace, decision: RegionDecision) -> list[int]:

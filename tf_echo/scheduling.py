@@ -8,10 +8,10 @@ itself adds.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from tf_echo import op_traits
-from tf_echo.gating import Delay, need_forward_values
+from tf_echo.gating import Delay, follows_gradient, holds_values, need_forward_values
 from tf_echo.graph_view import GraphView, Node, per_view
 from tf_echo.op_traits import Kind
 
@@ -19,6 +19,10 @@ _MIN_SUMMED_BYTES = 1 << 16
 """An AddN of fewer bytes in all is left alone."""
 _SUMMED = frozenset(("float16", "bfloat16", "float32", "float64"))
 _BLOCK = 8
+_MIN_STATE_BYTES = 1 << 10
+"""Smaller tensors that updates make are left alone."""
+_MAX_UPDATE_NODES = 64
+"""How many nodes of one update are looked through."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def _in_sequence(view: GraphView, node: Node, sums: Sequence[int]) -> bool:
         and output.dtype in _SUMMED
         and output.nbytes * len(makers) >= _MIN_SUMMED_BYTES
         and all(view.nodes[m].backward for m in makers)
-        and not any(view.nodes[m].op in ("AddN", "IdentityN") for m in terms)
+        and not any(view.nodes[m].op == "AddN" for m in terms)
         and all(a < b for a, b in itertools.pairwise(makers))
     )
 
@@ -109,22 +113,6 @@ def _sum_waits(
     return found
 
 
-def ties(view: GraphView) -> list[int]:
-    """The backward nodes that hold several tensors until the last of them is there, and change
-    none.
-    """
-    return [n.id for n in view.nodes if n.backward and n.op == "IdentityN" and len(n.inputs) > 1]
-
-
-def past_ties(view: GraphView, tied: Collection[int]) -> dict[int, int]:
-    """For each output of a tie the tensor that it passes on."""
-    passed: dict[int, int] = {}
-    for number in sorted(tied):
-        node = view.nodes[number]
-        passed.update((o, passed.get(i, i)) for i, o in zip(node.inputs, node.outputs, strict=True))
-    return passed
-
-
 def with_delays(view: GraphView, delays: Sequence[Delay]) -> tuple[GraphView, list[int]]:
     """The view with nodes that wait for gradients, each put right before the first that needs both.
 
@@ -163,22 +151,69 @@ def with_delays(view: GraphView, delays: Sequence[Delay]) -> tuple[GraphView, li
 
 
 def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
-    """What regions wait for besides their gates.
+    """What regions wait for besides their gates: weight gradients, and the updates that can be
+    carried out with them. The executor would put off both, and hold what they read.
 
     Args:
         view: the view.
         firsts: for each region that is recomputed its first backward reader, ascending, each once.
 
     Returns:
-        For each of `firsts` the nodes to wait for. All come before it in the view's order.
+        For each of `firsts` the nodes to wait for. None of them needs anything that comes at
+        `first` or later in the view's order, but for other updates.
     """
     found, start = {}, 0
     needs_forward = need_forward_values(view)
     for first in firsts:
-        ends = side_ends(view, start, first)
-        found[first] = [node for node in ends if needs_forward[node]]
+        ends = [node for node in side_ends(view, start, first) if needs_forward[node]]
+        found[first] = ends + _updates(view, ends, first)
         start = first
     return found
+
+
+def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
+    """The updates of variables that need of the backward pass nothing from `end` on."""
+    follows, sources, successors = _order(view)
+
+    def there(node: int) -> bool:
+        """Whether it is there by then; what forward nodes made may be what is recomputed."""
+        if not follows[node]:
+            return not holds_values(view, view.nodes[node])
+        return node < end or node in done
+
+    done: set[int] = set()
+    found = []
+    waiting = list(gradients)
+    while waiting:
+        for node in successors[waiting.pop()]:
+            if node >= end and node not in done and all(there(source) for source in sources[node]):
+                done.add(node)
+                waiting.append(node)
+                if not view.nodes[node].outputs:
+                    found.append(node)
+    return sorted(found)
+
+
+@per_view
+def _order(view: GraphView) -> tuple[list[bool], list[list[int]], list[list[int]]]:
+    """For each node whether it is of the backward pass and made of more than variables; what it
+    waits for, `put_offs` included; and what reads it or waits for it.
+    """
+    upstream, needs_forward = follows_gradient(view), need_forward_values(view)
+    follows: list[bool] = []
+    sources: list[list[int]] = []
+    successors: list[list[int]] = [[] for _ in view.nodes]
+    for node in view.nodes:
+        found = [*(view.tensors[t].node for t in node.inputs), *node.control_inputs]
+        follows.append(
+            upstream[node.id] or needs_forward[node.id] or any(follows[s] for s in found)
+        )
+        sources.append(found)
+        for source in set(found):
+            successors[source].append(node.id)
+    for first, second in put_offs(view):
+        sources[second].append(first)
+    return follows, sources, successors
 
 
 def side_ends(view: GraphView, start: int, end: int) -> list[int]:
@@ -220,39 +255,67 @@ def early_sources(view: GraphView) -> list[int]:
     return found
 
 
-def put_offs(view: GraphView, passed: Mapping[int, int]) -> list[tuple[int, int]]:
+@per_view
+def put_offs(view: GraphView) -> list[tuple[int, int]]:
     """Pairs (a node, another that is to wait for it) that let activations and copies die early.
 
     A weight gradient (it reads an activation) runs before the input gradient that reads the same
     upstream gradient; were it the other way round, the activation would be held meanwhile. So does
     the gradient of a bias, which would hold the upstream gradient. The weight's update waits for
     that input gradient in turn, which still reads the weight: else the weight would be copied. And
-    the first weight gradient waits for what updates need, see
-    `early_sources`.
+    the first weight gradient waits for what updates need, see `early_sources`.
 
     Args:
         view: the view, in which a weight gradient comes before the input gradient.
-        passed: see `past_ties`.
     """
-    ties_of: dict[int, list[int]] = {}
-    for output, source in passed.items():
-        ties_of.setdefault(source, []).append(output)
     activations = _activations(view)
     heavy = [n for n in view.nodes if n.backward and view.kinds[n.id] is Kind.HEAVY]
     weight_gradients = [n for n in heavy if not activations.isdisjoint(n.inputs)]
     pairs = [(early, node.id) for node in weight_gradients[:1] for early in early_sources(view)]
     for node in weight_gradients:
         others = _input_gradients(view, node, activations)
-        outputs = [t for made in node.outputs for t in (made, *ties_of.get(made, ()))]
-        users = sorted({c for t in outputs for c in view.consumers[t]})
+        users = sorted({c for t in node.outputs for c in view.consumers[t]})
         for other in others:
             pairs.append((node.id, other))
-            pairs += [
-                (other, user)
-                for user in users
-                if user > other and view.nodes[user].op != "IdentityN"
-            ]
-    return pairs + _biases_first(view, activations)
+            pairs += [(other, user) for user in users if user > other]
+    return pairs + _biases_first(view, activations) + _states_last(view)
+
+
+def _states_last(view: GraphView) -> list[tuple[int, int]]:
+    """Pairs (a gradient, what an update makes of variables alone and combines with it).
+
+    A decayed moment, say. The executor would make those of all variables first, and hold them.
+    """
+    upstream, needs_forward = follows_gradient(view), need_forward_values(view)
+    found = []
+    for node in view.nodes:
+        sizes = [view.tensors[t].nbytes for t in node.outputs]
+        if (
+            node.backward
+            and view.kinds[node.id] is Kind.ELEMENTWISE
+            and not upstream[node.id]
+            and not needs_forward[node.id]
+            and max(sizes) >= _MIN_STATE_BYTES
+        ):
+            users = [c for t in node.outputs for c in view.consumers[t] if upstream[c]]
+            gradient = _gradient_before(view, users, node.id, upstream)
+            if gradient is not None:
+                found.append((gradient, node.id))
+    return found
+
+
+def _gradient_before(
+    view: GraphView, users: Sequence[int], end: int, upstream: Sequence[bool]
+) -> int | None:
+    """The last of the gradients before a node that later nodes are made of."""
+    waiting, seen, found = list(users), set(users), list[int]()
+    while waiting and len(seen) < _MAX_UPDATE_NODES:
+        sources = {view.tensors[t].node for t in view.nodes[waiting.pop()].inputs}
+        for source in sources - seen:
+            seen.add(source)
+            if upstream[source]:
+                (found if source < end else waiting).append(source)
+    return max(found, default=None)
 
 
 def _biases_first(view: GraphView, activations: frozenset[int]) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import itertools
 import os
+import types
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,10 +18,12 @@ import tensorflow as tf
 from tf_echo import loop_internals, loop_memory, op_traits, workspaces
 from tf_echo.graph_view import NOTHING, GraphView, Loop, ViewBuilder
 from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
+from tf_echo.op_traits import Kind
 
-_MERGED = op_traits.REPLAYABLE | {op_traits.Kind.HEAVY}
-_KEPT_APART = frozenset(("IdentityN", "AddN", "TensorListGetItem"))
+_MERGED = op_traits.REPLAYABLE | {Kind.METADATA, Kind.HEAVY}
+_KEPT_APART = frozenset(("AddN", "TensorListGetItem"))
 """What plans name by its operation."""
+_UNIFORM = frozenset(("Fill", "ZerosLike", "OnesLike"))
 _LARGE_CONSTANT = 64
 """Elements from which it would take long to compare constants."""
 
@@ -53,8 +56,8 @@ class Trace:
     """The loops with a gradient that are not looked into, each with the reason."""
     numbers: Mapping[int, tuple[tf.Tensor, int]] = dataclasses.field(default_factory=dict)
     """By the id of a TensorFlow tensor, the tensor and the one of the view that it stands for."""
-    merged: tuple[tuple[tf.Operation, tf.Operation], ...] = ()
-    """Operations that the view leaves out, each with the one that computes the same."""
+    left_out: tuple[tuple[tf.Tensor, tf.Tensor], ...] = ()
+    """Tensors that the view leaves out, each with the one that its readers may read instead."""
 
     @property
     def open_batch(self) -> bool:
@@ -115,7 +118,7 @@ class Tracer:
         self._numbers: dict[int, tuple[tf.Tensor, int]] = {}
         """Ids of Python objects are only unique while the objects live."""
         self._nodes: dict[tf.Operation, int] = {}
-        self._merged: list[tuple[tf.Operation, tf.Operation]] = []
+        self._left_out: list[tuple[tf.Tensor, tf.Tensor]] = []
         self._alike: dict[Hashable, list[tf.Operation]] = collections.defaultdict(list)
         """Operations that differ in their attributes at most."""
         self._shapes: list[Shape | None] = []
@@ -136,25 +139,49 @@ class Tracer:
         return self.operations[made.node].outputs[made.output_index]
 
     def merge(self, operation: tf.Operation) -> bool:
-        """Leaves an operation out if one that was added computes the same, as Grappler will.
+        """Leaves an operation out if one that was added computes the same, as Grappler will, or if
+        it multiplies by one.
 
         What reads its results then reads those of the other one.
         """
+        factor = self._times_one(operation)
+        if factor is not None:
+            self._nodes[operation] = self.builder.tensors[self.number(factor)].node
+            self.nominal.add(operation, [static_shape(operation.outputs[0])])
+            self.name(operation.outputs[0], self.number(factor))
+            self._left_out.append((operation.outputs[0], self.tensor(self.number(factor))))
+            return True
         key = self._computes(operation)
         if key is None:
             return False
         attributes = operation.node_def.attr if self._alike[key] else None
         for other in self._alike[key]:
             if other.node_def.attr == attributes:
-                self._merged.append((operation, other))
                 self._nodes[operation] = self._nodes[other]
                 self.nominal.add_alike(operation, other)
                 self.backward_nominal.add_alike(operation, other)
-                for left_out, kept in zip(operation.outputs, other.outputs, strict=True):
-                    self.name(left_out, self.number(kept))
+                for output, kept in zip(operation.outputs, other.outputs, strict=True):
+                    self.name(output, self.number(kept))
+                    self._left_out.append((output, kept))
                 return True
         self._alike[key].append(operation)
         return False
+
+    def _times_one(self, operation: tf.Operation) -> tf.Tensor | None:
+        """What an operation multiplies by one."""
+        # What waits hands its waiting on to its readers.
+        if operation.type != "Mul" or operation.control_inputs:
+            return None
+        for one, other in zip(operation.inputs, reversed(operation.inputs), strict=True):
+            made = self.tensor(self.number(one))
+            if (
+                made.op.type == "Const"
+                and made.shape.rank == 0
+                and other.shape.rank != 0
+                and tf.get_static_value(made) == 1
+            ):
+                return other
+        return None
 
     def _computes(self, operation: tf.Operation) -> Hashable | None:
         """All that an operation computes follows from but its attributes; None if more does."""
@@ -186,9 +213,39 @@ class Tracer:
         """
         inputs = [self.number(t) for t in operation.inputs]
         kind = operation.type
+        if kind == "IdentityN":
+            self._pass_on(operation, inputs, backward)
+            return
         if kind == "TensorListGetItem" and not self._is_constant(operation.inputs[0]):
             kind = "TensorListGetItem(changing)"
+        if self.around is None and self._is_uniform(operation):
+            kind, inputs = "Const", []
         self._add(operation, kind, inputs, backward, created, after)
+
+    def _pass_on(self, operation: tf.Operation, inputs: Sequence[int], backward: bool) -> None:
+        """Leaves an operation out: Grappler lets its readers read past it, one by one.
+
+        Keras hands all gradients to the optimizer through one, which would hold them until the last
+        is there.
+        """
+        for output, number in zip(operation.outputs, inputs, strict=True):
+            self.name(output, number)
+            if backward:
+                self._left_out.append((output, self.tensor(number)))
+        nominal = self.backward_nominal if backward else self.nominal
+        nominal.add(operation, [static_shape(output) for output in operation.outputs])
+        self._nodes[operation] = max(self.builder.tensors[number].node for number in inputs)
+
+    def _is_uniform(self, operation: tf.Operation) -> bool:
+        """Whether it repeats one number in a known shape. Grappler makes a constant of that, which
+        stays; where other constants are made larger it leaves that to the step.
+        """
+        if operation.type not in _UNIFORM or static_shape(operation.outputs[0]) is None:
+            return False
+        if operation.type != "Fill":
+            return bool(operation.outputs[0].dtype != tf.variant)
+        number = self.number(operation.inputs[1])
+        return self.builder.nodes[self.builder.tensors[number].node].op == "Const"
 
     def add_variable(self, operation: tf.Operation, after: Sequence[int], backward: bool) -> None:
         """Adds the placeholder of what changes from one iteration of a loop to the next.
@@ -284,7 +341,7 @@ class Tracer:
             tuple(self.loops),
             tuple(self.whole),
             self._numbers,
-            tuple(self._merged),
+            tuple(self._left_out),
         )
 
     def _extra(self, loop: tf.Operation) -> tuple[int, ...]:
@@ -465,9 +522,16 @@ def _only_read(handle: tf.Tensor, users: Iterable[tf.Operation]) -> bool:
     return all(loop_internals.only_reads(user, handle) for user in users)
 
 
-def in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+def in_order(
+    operations: Sequence[tf.Operation],
+    more: Mapping[tf.Operation, Sequence[tf.Operation]] = types.MappingProxyType({}),
+) -> list[tf.Operation]:
     """Order of creation, except where an operation was given an input that is younger than
     itself.
+
+    Args:
+        operations: operations in their order of creation.
+        more: what they wait for besides what they read and their control inputs.
     """
     done: set[tf.Operation] = set()
     ordered: list[tf.Operation] = []
@@ -476,6 +540,7 @@ def in_order(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
         while stack:
             operation = stack[-1]
             sources = [t.op for t in operation.inputs] + list(operation.control_inputs)
+            sources += more.get(operation, ())
             missing = [source for source in sources if source not in done]
             if missing and operation not in done:
                 stack.extend(missing)
@@ -499,6 +564,7 @@ def _size(
     if tensor.dtype == tf.variant and tensor.op.type in (
         *loop_internals.LOOPS,
         "TensorListFromTensor",
+        "ZerosLike",
     ):
         items = nominal.list_of(tensor)
         if items is not None:

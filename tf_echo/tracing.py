@@ -50,7 +50,7 @@ def trace_step(
     # Whatever has side effects runs, and updates may be linked through variables alone.
     roots += [op for op in graph.get_operations() if not op.outputs or op.op_def.is_stateful]
     needed = _ancestors(roots)
-    ordered = in_order([op for op in graph.get_operations() if op in needed])
+    ordered = in_order([op for op in graph.get_operations() if op in needed], effects)
     early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
     behind_gradients = _ancestors([g.op for g in gradients])
     forward |= _forward_only(early, forward, behind_gradients)

@@ -12,7 +12,7 @@ LAYERS = 6
 
 
 def network(size: str = "1MiB", weights: str = "4KiB") -> GraphView:
-    """Layers of matmul, exp, exp, with gradients, passed to the optimizer through one IdentityN."""
+    """Layers of matmul, exp, exp, with gradients and updates."""
     lines = [f"x = Placeholder [{size}]", "lr = Placeholder [0B resource fixed]"]
     below = "x"
     for i in range(LAYERS):
@@ -35,12 +35,10 @@ def network(size: str = "1MiB", weights: str = "4KiB") -> GraphView:
             f"dx{i} = MatMul dh{i} w{i} [{size}]",
         ]
         gradient = f"dx{i}"
-    tied = " ".join(f"dw{i}" for i in range(LAYERS))
-    lines.append(f"tie = IdentityN {tied} [{', '.join([f'{weights} fixed'] * LAYERS)}]")
     for i in range(LAYERS):
         lines += [
             f"rate{i} = ReadVariableOp lr [4B fixed]",
-            f"u{i} = Mul tie:{i} rate{i} [{weights} fixed]",
+            f"u{i} = Mul dw{i} rate{i} [{weights} fixed]",
             f"s{i} = AssignSubVariableOp v{i} u{i} []",
         ]
     lines.append("loss: loss")
@@ -48,7 +46,7 @@ def network(size: str = "1MiB", weights: str = "4KiB") -> GraphView:
 
 
 def schedule(plan: RecomputePlan) -> evaluation.Schedule:
-    return evaluation.Schedule(plan.untied, plan.sums)
+    return evaluation.Schedule(plan.sums)
 
 
 def test_each_layer_is_recomputed_and_the_peak_falls():
@@ -73,22 +71,12 @@ def test_rewiring_keeps_every_original_node_and_stays_consistent():
     rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
     rewired.verify()
     names = {node.name for node in rewired.nodes}
-    assert names >= {node.name for node in view.nodes} - set(plan.untied)
+    assert names >= {node.name for node in view.nodes}
 
 
 def test_the_empty_plan_changes_nothing():
     view = network()
     assert str(evaluation.rewire(view, []).view) == str(view)
-
-
-def test_updates_read_past_the_tie_that_holds_all_gradients():
-    view = network(weights="1MiB")
-    plan = passes.plan_view(view, passes.Settings(cost_model=UnitCost()))
-    rewired = evaluation.rewire(view, plan.decisions, schedule(plan)).view
-    assert plan.untied == ("tie",)
-    assert "tie" not in rewired.by_name
-    update = rewired.node("u3")
-    assert rewired.tensor_name(update.inputs[0]) == "dw3"
 
 
 def test_what_is_recomputed_waits_for_the_weight_gradients_before_it():
@@ -106,8 +94,7 @@ def test_what_is_recomputed_waits_for_the_weight_gradients_before_it():
 
 def test_an_input_gradient_waits_for_its_weight_gradient_and_the_update_for_both():
     view = network()
-    passed = scheduling.past_ties(view, scheduling.ties(view))
-    names = {(view.nodes[a].name, view.nodes[b].name) for a, b in scheduling.put_offs(view, passed)}
+    names = {(view.nodes[a].name, view.nodes[b].name) for a, b in scheduling.put_offs(view)}
     assert ("dw3", "dx3") in names
     assert ("dx3", "u3") in names
 

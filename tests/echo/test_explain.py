@@ -283,7 +283,7 @@ GARBAGE = {
     "a list": "[]",
     "a string": '"plan"',
     "an empty object": "{}",
-    "decisions of a wrong kind": '{"decisions": [3], "before": {}, "after": {}, "untied": []}',
+    "decisions of a wrong kind": '{"decisions": [3], "before": {}, "after": {}, "sums": []}',
     "decisions no list": '{"decisions": 3}',
 }
 
@@ -350,10 +350,10 @@ def test_a_plan_of_another_graph_is_refused_and_changes_nothing(change, trace):
     assert _text(trace) == before
 
 
-def test_a_plan_that_unties_another_graphs_ops_is_refused_and_changes_nothing(trace):
+def test_a_plan_with_another_graphs_sums_is_refused_and_changes_nothing(trace):
     before = _text(trace)
-    plan = RecomputePlan("hand", (_some_decision(trace),), PEAK, PEAK, None, untied=("no/such/op",))
-    with pytest.raises(ValueError, match="no IdentityN of this graph"):
+    plan = RecomputePlan("hand", (_some_decision(trace),), PEAK, PEAK, None, sums=("no/such/op",))
+    with pytest.raises(ValueError, match="no AddN of this graph"):
         rewriter.rewrite(trace, plan)
     assert _text(trace) == before
 

@@ -16,7 +16,7 @@ def peak_kib(text: str, scale: float = 1.0, weight_bytes: int = 0) -> float:
     ("name", "text", "expected"),
     [
         ("inputs are resident", "x = Placeholder [4KiB]\ny = MatMul x x [1KiB]", 5),
-        ("constants cost nothing", "c = Const [4KiB fixed]\ny = MatMul c c [1KiB]", 1),
+        ("constants are resident", "c = Const [4KiB fixed]\ny = MatMul c c [1KiB]", 5),
         (
             "a tensor dies with its last reader",
             "x = Placeholder [1KiB]\na = MatMul x x [8KiB]\n"

@@ -488,5 +488,4 @@ def test_policy_none_trains_and_plans_nothing():
     small.fit(model)
     assert model.optimizer.policy == model.optimizer.plan.policy == "none"
     assert model.optimizer.plan.recomputed == ()
-    assert model.optimizer.plan.untied == ()
     assert model.optimizer.plan.ratio == 1.0

@@ -374,9 +374,7 @@ def test_never_above_the_baseline_and_near_the_optimum_on_random_graphs(record_p
         view = random_view(seed)
         plan = passes.plan_view(view, passes.Settings(cost_model=RooflineCost()))
         assert plan.after.total_bytes <= plan.before.total_bytes
-        rewired = evaluation.rewire(
-            view, plan.decisions, evaluation.Schedule(plan.untied, plan.sums)
-        ).view
+        rewired = evaluation.rewire(view, plan.decisions, evaluation.Schedule(plan.sums)).view
         assert simulate(rewired).peak_bytes == plan.after.total_bytes
         optimum = best_peak(view)
         gains += optimum < plan.before.total_bytes
@@ -398,10 +396,9 @@ def test_plans_are_the_same_every_time():
     assert passes.plan_view(view, settings) == passes.plan_view(view, settings)
 
 
-def test_policy_none_keeps_everything_and_unties_nothing():
+def test_policy_none_keeps_everything():
     plan = passes.plan_view(shared_broadcast(9), passes.Settings("none", UnitCost()))
     assert not plan.recomputed
-    assert not plan.untied
     assert plan.before == plan.after
 
 

@@ -177,3 +177,21 @@ def test_a_gate_that_needs_the_region_is_refused():
         return plan_of()
 
     run(chain, np.ones((4, 4), "float32"), planner)
+
+
+def test_of_two_that_compute_the_same_none_goes_on_reading_what_is_recomputed():
+    def twice(x: tf.Tensor) -> tf.Tensor:
+        h = tf.matmul(x, x)
+        return tf.reduce_sum(tf.exp(h) * tf.matmul(tf.exp(h), x) * tf.tanh(tf.exp(h)))
+
+    x = np.random.default_rng(0).standard_normal((8, 8)).astype("float32") / 8
+    graphs: list[tf.Graph] = []
+    expected = run(twice, x, None)
+    np.testing.assert_array_equal(run(twice, x, recompute_all, graphs), expected)
+    exps = [op for op in graphs[0].get_operations() if op.type == "Exp"]
+    original, *others = (op for op in exps if "/recompute" not in op.name)
+    assert len(others) == 2
+    assert not any(op.outputs[0].consumers() for op in others)
+    readers = original.outputs[0].consumers()
+    assert readers
+    assert not any("gradient_tape" in reader.name for reader in readers)

@@ -37,7 +37,7 @@ def test_terms_of_a_running_sum_are_not_all_held(steps):
     assert plan.before.total_bytes > steps * mib
     # A total, a block, and the next term.
     assert plan.after.total_bytes < 4 * mib
-    after = evaluation.rewire(view, plan.decisions, evaluation.Schedule(plan.untied, plan.sums))
+    after = evaluation.rewire(view, plan.decisions, evaluation.Schedule(plan.sums))
     after.view.verify()
     assert simulate(after.view).peak_bytes == plan.after.total_bytes
 
@@ -109,7 +109,7 @@ def test_a_product_with_a_kernel_is_no_weight_gradient(kernel):
     dk1 = MatMul x dh [1KiB fixed]
     loss: loss
     """)
-    pairs = scheduling.put_offs(view, {})
+    pairs = scheduling.put_offs(view)
     assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [("dk", "dh")]
 
 
@@ -135,7 +135,7 @@ def test_weight_gradients_run_first_whatever_becomes_of_the_kernel(policy, monke
     finally:
         keras.config.set_dtype_policy("float32")
     view = views[-1]
-    pairs = scheduling.put_offs(view, {})
+    pairs = scheduling.put_offs(view)
     ops = {(view.nodes[a].op, view.nodes[b].op) for a, b in pairs}
     assert ("Conv2DBackpropFilter", "Conv2DBackpropInput") in ops
 
@@ -156,7 +156,7 @@ def test_noise_is_an_activation_though_it_is_made_of_nothing(op):
     dh = MatMul dy k [1MiB]
     loss: loss
     """)
-    pairs = scheduling.put_offs(view, {})
+    pairs = scheduling.put_offs(view)
     assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [("dk", "dh")]
 
 
@@ -177,7 +177,7 @@ def test_the_gradient_of_a_bias_comes_before_what_reads_the_same_gradient(reshap
     dh = MatMul {read} k [1MiB]
     loss: loss
     """)
-    pairs = scheduling.put_offs(view, {})
+    pairs = scheduling.put_offs(view)
     assert [tuple(view.nodes[n].name for n in pair) for pair in pairs] == [
         ("dk", "dh"),
         ("db", "dh"),
@@ -218,3 +218,38 @@ def test_only_the_first_term_may_be_a_sum():
     )
     assert [first.nodes[n].name for n in scheduling.running_sums(first)] == ["a", "b"]
     assert [last.nodes[n].name for n in scheduling.running_sums(last)] == ["a"]
+
+
+STATES = """
+    w = VarHandleOp [0B resource fixed]
+    m = VarHandleOp [0B resource fixed]
+    x = Placeholder [1MiB]
+    k = ReadVariableOp w [1MiB fixed]
+    h = MatMul x k [1MiB]
+    loss = Mean h [4B]
+    backward:
+    g = Const [4B fixed]
+    dh = Mul g loss [1MiB]
+    dk = MatMul x dh [1MiB fixed]
+    r = ReadVariableOp m [1MiB fixed]
+    decay = Const [4B fixed]
+    decayed = Mul decay r [{size} fixed]
+    scaled = Mul decay dk [1MiB fixed]
+    sum = AddV2 decayed scaled [1MiB fixed]
+    write = AssignVariableOp m sum []
+    loss: loss
+    seed: g
+"""
+
+
+def test_what_an_update_makes_of_its_state_waits_for_the_gradient():
+    view = parse_view(STATES.format(size="1MiB"))
+    pairs = {tuple(view.nodes[n].name for n in pair) for pair in scheduling.put_offs(view)}
+    assert ("dk", "decayed") in pairs
+    assert not any(second in ("r", "scaled") for _, second in pairs)
+
+
+def test_small_states_do_not_wait():
+    view = parse_view(STATES.format(size="4B"))
+    pairs = {tuple(view.nodes[n].name for n in pair) for pair in scheduling.put_offs(view)}
+    assert not any(second == "decayed" for _, second in pairs)

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tf_echo import gating, scheduling, tracing
+from tf_echo import gating, memory_model, scheduling, tracing
 from tf_echo.graph_view import GraphView
 
 L = keras.layers
@@ -136,3 +136,44 @@ def test_a_variable_that_a_loop_reads_is_counted_once():
     weights = sum(v.numpy().nbytes for v in [*model.variables, *keras.optimizers.SGD().variables])
     # The optimizer's own count and learning rate are 12 bytes.
     assert weights <= view.weight_bytes <= weights + 12
+
+
+def test_readers_read_past_what_passes_all_gradients_on():
+    # Keras hands them to the optimizer through one op, which Grappler takes apart.
+    view = traced(normalized(), keras.optimizers.RMSprop())
+    assert not any(node.op == "IdentityN" for node in view.nodes)
+    gradients = [n for n in view.nodes if n.op == "Conv2DBackpropFilter"]
+    readers = [view.nodes[c] for n in gradients for c in view.consumers[n.outputs[0]]]
+    assert {reader.op for reader in readers} >= {"Square", "Mul"}
+
+
+def test_one_number_repeated_is_a_constant_that_stays():
+    x = keras.Input((8,))
+    y = keras.ops.where(x > 0, x, keras.ops.zeros_like(x))
+    view = traced(keras.Model(x, L.Dense(8)(y)), keras.optimizers.SGD())
+    zeros = [n for n in view.nodes if n.op == "Const" and "zeros" in n.name]
+    assert zeros
+    (node,) = (n for n in zeros if view.tensors[n.outputs[0]].nbytes == 16 * 8 * 4)
+    timeline = memory_model.simulate(view)
+    assert timeline.born[node.outputs[0]] == -1
+    inputs = sum(
+        view.tensors[t].nbytes
+        for n in view.nodes
+        if n.op in ("Const", "Placeholder")
+        for t in n.outputs
+    )
+    assert timeline.resident_bytes == view.weight_bytes + inputs
+
+
+def test_silu_keeps_what_it_reads():
+    # It multiplies by a factor that is one, before and after; Grappler leaves that out.
+    x = keras.Input((8,))
+    h = L.Dense(8, use_bias=False, name="below")(x)
+    view = traced(keras.Model(x, L.Dense(8)(L.Activation("silu")(h))), keras.optimizers.SGD())
+    kept = [view.nodes[view.tensors[t].node] for t in view.residuals]
+    kept = [n for n in kept if view.tensors[n.outputs[0]].nbytes == 16 * 8 * 4]
+    assert sum(node.op == "MatMul" for node in kept) == 1
+    # What the product above it reads. The sigmoid is made again: silu sees to that.
+    assert sum(node.op == "Mul" for node in kept) == 1
+    assert sum(node.op == "Sigmoid" for node in kept) == 0
+    assert any(node.op == "Sigmoid" and node.backward for node in view.nodes)
