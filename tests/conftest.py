@@ -16,3 +16,11 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     # A step that could not be planned only warns, and then trains right.
     config.addinivalue_line("filterwarnings", "error::tf_echo.EchoWarning")
+
+
+# Files of few tests that take long begin, so that no process waits for another at the end.
+_FIRST = ("test_tfrs.py", "test_example.py", "test_recommend_movies.py", "test_soak.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _FIRST)

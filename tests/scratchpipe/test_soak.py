@@ -135,7 +135,7 @@ def _assert_few(objects):
 
 
 def test_some_steps_with_stops_at_random():
-    watch = _soak(160, 3, 40)
+    watch = _soak(100, 2, 40)
     _assert_few(watch.objects)
 
 
