@@ -274,7 +274,7 @@ class _Rewiring:
         # Nothing merges copies in loops with their originals: control edges tie them to the gate.
         guarded = frozenset() if self.in_loop else gating.guarded_tensors(self.view, nodes)
         made = {t for node in nodes for t in node.outputs}
-        own = {t: self._guard(decision, t, gate) for t in sorted(guarded)}
+        own = {t: self._guard(decision, t, gate, control) for t in sorted(guarded)}
         for node in nodes:
             inputs = [own.get(t, self.renamed.get(t, -1)) for t in node.inputs]
             first = made.isdisjoint(node.inputs) if self.in_loop else guarded & set(node.inputs)
@@ -284,13 +284,16 @@ class _Rewiring:
             own.update(zip(node.outputs, copy.outputs, strict=True))
             self.copies.update(zip(node.outputs, copy.outputs, strict=True))
 
-    def _guard(self, decision: RegionDecision, tensor: int, gate: int) -> int:
+    def _guard(
+        self, decision: RegionDecision, tensor: int, gate: int, control: Sequence[int]
+    ) -> int:
         source = self.view.tensors[tensor]
         if source.nbytes <= GUARD_BYTES:
             return self.renamed[tensor]
         size = (source.nbytes, source.dtype, source.scales, source.known)
         name = f"{self.view.tensor_name(tensor)}/gate{decision.region}".replace(":", "_")
-        node = self.builder.add(name, "AddV2", [self.renamed[tensor], gate], [size], (), True)
+        inputs = [self.renamed[tensor], gate]
+        node = self.builder.add(name, "AddV2", inputs, [size], control, True)
         self.originals.append(-1)
         self.regions.append(decision.region)
         return node.outputs[0]

@@ -244,8 +244,10 @@ class Tracer:
             return False
         if operation.type != "Fill":
             return bool(operation.outputs[0].dtype != tf.variant)
-        number = self.number(operation.inputs[1])
-        return self.builder.nodes[self.builder.tensors[number].node].op == "Const"
+        made = [self.builder.tensors[self.number(t)].node for t in operation.inputs]
+        ops = [self.builder.nodes[node].op for node in made]
+        shape = ops[0] == "Const" or op_traits.traits_of(ops[0]).kind is Kind.METADATA
+        return shape and ops[1] == "Const"
 
     def add_variable(self, operation: tf.Operation, after: Sequence[int], backward: bool) -> None:
         """Adds the placeholder of what changes from one iteration of a loop to the next.

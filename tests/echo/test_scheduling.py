@@ -253,3 +253,60 @@ def test_small_states_do_not_wait():
     view = parse_view(STATES.format(size="4B"))
     pairs = {tuple(view.nodes[n].name for n in pair) for pair in scheduling.put_offs(view)}
     assert not any(second == "decayed" for _, second in pairs)
+
+
+LAYERS_WITH_UPDATES = """
+    v1 = VarHandleOp [0B resource fixed]
+    v2 = VarHandleOp [0B resource fixed]
+    lr = Placeholder [4B fixed]
+    x = Placeholder [1MiB]
+    w1 = ReadVariableOp v1 [1MiB fixed]
+    w2 = ReadVariableOp v2 [1MiB fixed]
+    h = MatMul x w1 [1MiB]
+    a = Exp h [1MiB]
+    y = MatMul a w2 [1MiB]
+    loss = Mean y [4B]
+    backward:
+    g = Const [4B fixed]
+    dy = Mul g loss [1MiB]
+    dw2 = MatMul x dy [1MiB fixed]
+    da = MatMul dy w2 [1MiB]
+    dh = Mul da a [1MiB]
+    dw1 = MatMul x dh [1MiB fixed]
+    {norm}
+    u2 = Mul {by} dw2 [1MiB fixed]
+    s2 = AssignSubVariableOp v2 u2 []
+    u1 = Mul lr dw1 [1MiB fixed]
+    s1 = AssignSubVariableOp v1 u1 []
+    loss: loss
+    seed: g
+"""
+
+
+@pytest.mark.parametrize(
+    ("norm", "by", "expected"),
+    [
+        ("", "lr", ["dw2", "da", "s2"]),
+        # Clipped by the norm of all gradients it needs those of layers below.
+        ("norm = AddV2 dw1 dw2 [4B fixed]", "norm", ["dw2", "da"]),
+    ],
+    ids=["by itself", "clipped"],
+)
+def test_what_is_recomputed_waits_for_updates_that_need_nothing_later(norm, by, expected):
+    view = parse_view(LAYERS_WITH_UPDATES.format(norm=norm, by=by))
+    first = view.node("dh").id
+    (found,) = scheduling.waits(view, [first]).values()
+    assert [view.nodes[n].name for n in found] == expected
+
+
+def test_an_update_that_waits_for_a_later_input_gradient_is_not_waited_for():
+    # Its input gradient comes after what is recomputed, and the update waits for that.
+    text = LAYERS_WITH_UPDATES.format(norm="", by="lr").replace("Exp h", "Exp x")
+    moved = "    da = MatMul dy w2 [1MiB]\n"
+    late = text.replace(moved, "    c = Mul dy a [1MiB]\n    da = MatMul dy w2 [1MiB]\n")
+    view = parse_view(late)
+    (found,) = scheduling.waits(view, [view.node("c").id]).values()
+    assert [view.nodes[n].name for n in found] == ["dw2"]
+    assert ("da", "u2") in {
+        tuple(view.nodes[n].name for n in pair) for pair in scheduling.put_offs(view)
+    }

@@ -133,6 +133,9 @@ def test_what_reads_a_variable_again_waits_until_it_is_written():
 def test_a_variable_that_a_loop_reads_is_counted_once():
     model = keras.Sequential([keras.Input((6, 4)), L.LSTM(5, recurrent_dropout=0.2)])
     view = traced(model, keras.optimizers.SGD())
+    # The zeros that gradients of its weights are added to are as large as these, and no constants.
+    zeros = [n for n in view.nodes if n.op == "Fill" and n.backward]
+    assert sum(view.tensors[n.outputs[0]].nbytes for n in zeros) >= 4 * 4 * 5 * (4 + 5)
     weights = sum(v.numpy().nbytes for v in [*model.variables, *keras.optimizers.SGD().variables])
     # The optimizer's own count and learning rate are 12 bytes.
     assert weights <= view.weight_bytes <= weights + 12
