@@ -23,7 +23,7 @@ from tf_echo.graph_view import GraphView
 from tf_echo.memory_model import Timeline
 from tf_echo.op_traits import Kind
 from tf_echo.plan import RegionDecision, format_bytes
-from tf_echo.regions import Region, common_scope
+from tf_echo.regions import Region, common_scope, joined
 
 
 class Solver(Protocol):
@@ -424,26 +424,19 @@ def _independent(path: _Path) -> list[list[int]]:
     gate by the same tensor. One empty list where the path is empty.
     """
     nodes, tensors = path.view.nodes, path.view.tensors
-    parent = {n: n for n in path.path}
-
-    def find(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for node in path.path:
-        for tensor in nodes[node].inputs:
-            if tensors[tensor].node in parent:
-                parent[find(node)] = find(tensors[tensor].node)
-    tied = gating.guarded_tensors(path.view, [nodes[n] for n in sorted(path.path)])
-    for tensor in tied:
+    pairs = [
+        (node, tensors[tensor].node)
+        for node in path.path
+        for tensor in nodes[node].inputs
+        if tensors[tensor].node in path.path
+    ]
+    for tensor in gating.guarded_tensors(path.view, [nodes[n] for n in sorted(path.path)]):
         first, *others = [n for n in path.path if tensor in nodes[n].inputs]
-        for other in others:
-            parent[find(other)] = find(first)
+        pairs += [(other, first) for other in others]
+    group = joined(path.path, pairs)
     parts: dict[int, list[int]] = collections.defaultdict(list)
     for node in sorted(path.path):
-        parts[find(node)].append(node)
+        parts[group[node]].append(node)
     return list(parts.values()) or [[]]
 
 

@@ -8,7 +8,7 @@ re-enters.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tf_echo import gating, op_traits
 from tf_echo.graph_view import GraphView, Node
@@ -50,24 +50,18 @@ def partition(view: GraphView, excluded: Collection[int] = frozenset()) -> list[
         for node in view.nodes
     ]
     levels = _levels(view, replayable)
-    parent = list(range(len(view.nodes)))
-
-    def find(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for node in view.nodes:
-        if replayable[node.id]:
-            for tensor in node.inputs:
-                source = view.tensors[tensor].node
-                if replayable[source] and levels[source] == levels[node.id]:
-                    parent[find(node.id)] = find(source)
+    pairs = (
+        (node.id, source)
+        for node in view.nodes
+        if replayable[node.id]
+        for source in (view.tensors[t].node for t in node.inputs)
+        if replayable[source] and levels[source] == levels[node.id]
+    )
+    group = joined(range(len(view.nodes)), pairs)
     members: dict[int, list[int]] = {}
     for node in view.nodes:
         if replayable[node.id]:
-            members.setdefault(find(node.id), []).append(node.id)
+            members.setdefault(group[node.id], []).append(node.id)
     ordered = sorted(members.values())
     components = _components(view, ordered)
     return [
@@ -117,21 +111,32 @@ def _components(view: GraphView, members: Sequence[Sequence[int]]) -> list[int]:
         max(view.tensors[t].nbytes for n in nodes for t in view.nodes[n].outputs)
         for nodes in members
     ]
-    parent = list(range(len(members)))
-
-    def find(region: int) -> int:
-        while parent[region] != region:
-            parent[region] = parent[parent[region]]
-            region = parent[region]
-        return region
-
+    pairs = []
     for node, region in region_of.items():
         for tensor in view.nodes[node].inputs:
             other = region_of.get(view.tensors[tensor].node)
             size = view.tensors[tensor].nbytes * _LARGE_SHARE
             if other is not None and size >= max(largest[region], largest[other]):
-                parent[find(region)] = find(other)
-    return [find(region) for region in range(len(members))]
+                pairs.append((region, other))
+    group = joined(range(len(members)), pairs)
+    return [group[region] for region in range(len(members))]
+
+
+def joined(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """For each item one that stands for all that pairs join with it, directly or by way of
+    others.
+    """
+    parent = {item: item for item in items}
+
+    def find(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    for first, second in pairs:
+        parent[find(first)] = find(second)
+    return {item: find(item) for item in parent}
 
 
 def _levels(view: GraphView, replayable: list[bool]) -> list[int]:
