@@ -66,9 +66,7 @@ class Schedule:
 def schedule_of(view: GraphView) -> Schedule:
     """Everything of the kind that may be done to a view."""
     names = [node.name for node in view.nodes]
-    return Schedule(
-        tuple(names[n] for n in scheduling.running_sums(view)),
-    )
+    return Schedule(tuple(names[n] for n in scheduling.running_sums(view)))
 
 
 def rewire(

@@ -151,17 +151,21 @@ class GraphView:
         return tuple(op_traits.traits_of(node.op).kind for node in self.nodes)
 
     @functools.cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the ids of the nodes that it reads or waits for, one entry an edge."""
+        return tuple(
+            (*(self.tensors[t].node for t in node.inputs), *node.control_inputs)
+            for node in self.nodes
+        )
+
+    @functools.cached_property
     def execution_order(self) -> tuple[int, ...]:
         """Node ids in the order in which TensorFlow's executor runs them."""
-        sources = [
-            [*(self.tensors[t].node for t in node.inputs), *node.control_inputs]
-            for node in self.nodes
-        ]
         # What rewriting adds is created after all that was there.
         last = len(self.nodes) + max((node.created for node in self.nodes), default=0)
         created = [last + n.id if n.created < 0 else n.created for n in self.nodes]
         cheap = [kind in _CHEAP for kind in self.kinds]
-        return tuple(executor_order.execution_order(sources, created, cheap))
+        return tuple(executor_order.execution_order(self.sources, created, cheap))
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -242,7 +246,7 @@ class GraphView:
         for place, node in enumerate(self.nodes):
             if node.id != place:
                 raise ValueError(f"Node {node.name!r} has id {node.id} at place {place}.")
-            sources = [self.tensors[t].node for t in node.inputs] + list(node.control_inputs)
+            sources = self.sources[node.id]
             if any(source >= node.id for source in sources):
                 raise ValueError(f"Node {node.name!r} comes before something that it needs.")
             if not node.backward and any(self.nodes[s].backward for s in sources):

@@ -201,14 +201,13 @@ def _order(view: GraphView) -> tuple[list[bool], list[list[int]], list[list[int]
     """
     upstream, needs_forward = follows_gradient(view), need_forward_values(view)
     follows: list[bool] = []
-    sources: list[list[int]] = []
+    sources = [list(found) for found in view.sources]
     successors: list[list[int]] = [[] for _ in view.nodes]
     for node in view.nodes:
-        found = [*(view.tensors[t].node for t in node.inputs), *node.control_inputs]
+        found = view.sources[node.id]
         follows.append(
             upstream[node.id] or needs_forward[node.id] or any(follows[s] for s in found)
         )
-        sources.append(found)
         for source in set(found):
             successors[source].append(node.id)
     for first, second in put_offs(view):
