@@ -154,10 +154,10 @@ def train(
     from requested import Requests
 
     import tf_echo
-    from tf_echo import passes, planner, rewriter
+    from tf_echo import passes, planner
 
-    planned, rewritten = _Recorder(passes.plan_step), _Recorder(rewriter.rewrite)
-    passes.plan_step, rewriter.rewrite = planned, rewritten
+    planned, carried_out = _Recorder(passes.plan_step), _Recorder(passes.carry_out)
+    passes.plan_step, passes.carry_out = planned, carried_out
 
     class Meter(keras.callbacks.Callback):
         def __init__(self) -> None:
@@ -205,18 +205,18 @@ def train(
     peaks, times = meter.peaks[_WARM_UP:] or meter.peaks, meter.times[_WARM_UP:] or meter.times
     median = statistics.median(peaks)
     # With several optimizers in one step, the last plan is that of the whole step.
-    plan = planned.result[1] if planned.result else None
+    plan = carried_out.result
     return Result(
         median,
         (max(peaks) - min(peaks)) / median,
         requests.peak_bytes,
         statistics.median(times),
         first,
-        planned.seconds + rewritten.seconds,
+        planned.seconds + carried_out.seconds,
         plan.after.total_bytes if plan else 0.0,
         float(meter.loss),
         _forward_ops(model, workload) if policy == "plain" else 0,
-        _largest(*planned.result, largest) if largest and plan else [],
+        _largest(planned.result[0], plan, largest) if largest and plan else [],
     )
 
 
@@ -237,11 +237,9 @@ class _Recorder:
 
 def _largest(trace: Any, plan: Any, count: int) -> list[str]:
     """The largest tensors at the predicted peak of a planned step."""
-    from tf_echo import evaluation, loop_evaluation, memory_model
+    from tf_echo import memory_model, passes
 
-    schedule = evaluation.Schedule(plan.sums, plan.bits)
-    planned = loop_evaluation.planned(trace.view, plan.loops)
-    rewired = evaluation.rewire(planned, plan.decisions, schedule)
+    rewired = passes.carried_out(trace, plan)
     scale = plan.batch_size / trace.view.batch_size if plan.batch_size else 1.0
     timeline = memory_model.simulate(rewired.view, scale)
     labels = _labels(trace.view)

@@ -19,7 +19,7 @@ ECHO_LAYERS = (
     ("regions", "evaluation", "loop_evaluation"),
     ("planner", "loop_planner"),
     ("tf_internals", "loop_internals"),
-    ("nominal_shapes", "tracer", "tracing", "measuring"),
+    ("nominal_shapes", "tracer", "grappler_order", "tracing", "measuring"),
     ("gates", "summing", "packer"),
     ("loop_rewriter",),
     ("rewriter",),

@@ -137,8 +137,8 @@ def _explain_function(
 
     def step(*inputs: Any) -> tf.Tensor:
         loss, _, gradients = differentiate(function, inputs)
-        _, plan = passes.plan_step([loss], tracing.flat_gradients(gradients), settings)
-        plans.append(plan)
+        trace, plan = passes.plan_step([loss], tracing.flat_gradients(gradients), settings)
+        plans.append(passes.carry_out(trace, plan))
         return loss
 
     specs = tf.nest.map_structure(batch_spec, args)

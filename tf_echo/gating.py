@@ -7,7 +7,6 @@ cheapest input will do: a scalar, a bias, a seed. Only an op with one large inpu
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from tf_echo import op_traits
 from tf_echo.graph_view import GraphView, Node, per_view
@@ -33,16 +32,6 @@ _GATEABLE = frozenset(
 )
 GRADIENTS = frozenset(("float16", "bfloat16", "float32", "float64"))
 """Dtypes of gradients."""
-
-
-class Delay(NamedTuple):
-    """A gradient op that runs when a gradient is there."""
-
-    node: int
-    reader: int
-    """The first node that needs both."""
-    gate: int
-    """The gradient, a tensor."""
 
 
 def guarded_tensors(view: GraphView, nodes: Sequence[Node]) -> frozenset[int]:
@@ -160,31 +149,6 @@ def _running_late(view: GraphView, steps: Sequence[int]) -> list[bool]:
     return [needs_forward[node.id] and steps[node.id] > end for node in view.nodes]
 
 
-def find_delays(view: GraphView) -> list[Delay]:
-    """Gradient ops that could run before the gradients that they are combined with are there, such
-    as the derivatives of mish and silu.
-
-    As measured, TensorFlow's executor runs most of them when they are needed. Letting them wait by
-    control edges lowers no peak, and costs memory where it splits what Grappler would fuse.
-
-    Args:
-        view: the view; none are found where it does not tell the gradient of the loss itself.
-    """
-    needs_forward, upstream = need_forward_values(view), follows_gradient(view)
-    waited_for = {c for node in view.nodes for c in node.control_inputs}
-    found: dict[int, Delay] = {}
-    for node in reversed(view.nodes):
-        early = needs_forward[node.id] and not upstream[node.id]
-        if early and op_traits.is_replayable(node.op) and node.id not in waited_for:
-            users = {c for t in node.outputs for c in view.consumers[t]}
-            if users and all(upstream[c] or c in found for c in users):
-                reader = min(found[c].reader if c in found else c for c in users)
-                gates = _gradients(view, upstream, reader)
-                if gates:
-                    found[node.id] = Delay(node.id, reader, max(gates)[1])
-    return list(reversed(found.values()))
-
-
 @per_view
 def follows_gradient(view: GraphView) -> list[bool]:
     """Which nodes follow from the gradient of the loss."""
@@ -195,18 +159,6 @@ def follows_gradient(view: GraphView) -> list[bool]:
             sources = (view.tensors[t].node for t in node.inputs)
             found[node.id] = node.id == seed or any(found[s] for s in sources)
     return found
-
-
-def _gradients(view: GraphView, upstream: Sequence[bool], reader: int) -> list[tuple[int, int]]:
-    """Upstream gradients that a node reads, each after the node that makes it."""
-    tensors = [view.tensors[t] for t in view.nodes[reader].inputs]
-    return [
-        (t.node, t.id)
-        for t in tensors
-        if upstream[t.node]
-        and view.kinds[t.node] is not Kind.SOURCE
-        and len(view.nodes[t.node].outputs) == 1
-    ]
 
 
 @per_view

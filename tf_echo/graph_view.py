@@ -13,10 +13,13 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar, cast
 
 from tf_echo import executor_order, op_traits
+
+_FOLDED_BYTES = 100 * 2**10
+"""Grappler makes no constants that are larger."""
 
 
 class Tensor(NamedTuple):
@@ -144,6 +147,9 @@ class GraphView:
     """Id of the gradient of the loss itself, a tensor of the backward pass."""
     loops: tuple[Loop, ...] = ()
     """The loops whose gradients are in the view; left out of its text."""
+    known_order: tuple[int, ...] = ()
+    """Node ids in the order in which the executor runs them, where that is known; left out of the
+    view's text."""
 
     @functools.cached_property
     def kinds(self) -> tuple[op_traits.Kind, ...]:
@@ -161,11 +167,48 @@ class GraphView:
     @functools.cached_property
     def execution_order(self) -> tuple[int, ...]:
         """Node ids in the order in which TensorFlow's executor runs them."""
+        return self.known_order or tuple(self.run(self._likely_places()))
+
+    def run(self, places: Sequence[float]) -> Iterator[int]:
+        """The order in which the executor runs the nodes.
+
+        Args:
+            places: for each node its place in the graph that the executor is given.
+        """
+        constant = self._constants()
+        cheap = [
+            constant[node.id] or (kind in _CHEAP and not self._is_data(node))
+            for node, kind in zip(self.nodes, self.kinds, strict=True)
+        ]
+        return executor_order.execution_order(self.sources, places, cheap)
+
+    def _likely_places(self) -> list[int]:
         # What rewriting adds is created after all that was there.
         last = len(self.nodes) + max((node.created for node in self.nodes), default=0)
         created = [last + n.id if n.created < 0 else n.created for n in self.nodes]
-        cheap = [kind in _CHEAP for kind in self.kinds]
-        return tuple(executor_order.execution_order(self.sources, created, cheap))
+        return executor_order.breadth_first(self.sources, created)
+
+    def _is_data(self, node: Node) -> bool:
+        """Whether a node is an input of the step, for which the executor has to wait."""
+        return node.op == "Placeholder" and self.tensors[node.outputs[0]].dtype != "resource"
+
+    def _constants(self) -> list[bool]:
+        """For each node whether Grappler makes constants of what it makes."""
+        found: list[bool] = []
+        for node, kind in zip(self.nodes, self.kinds, strict=True):
+            outputs = [self.tensors[t] for t in node.outputs]
+            inputs = [self.tensors[t] for t in node.inputs]
+            if kind is op_traits.Kind.METADATA:
+                known = self.batch_size is None or not any(t.scales for t in inputs)
+            else:
+                known = node.op == "Const" or (
+                    kind in op_traits.REPLAYABLE
+                    and kind is not op_traits.Kind.RANDOM
+                    and bool(inputs)
+                    and all(found[t.node] for t in inputs)
+                )
+            found.append(known and all(t.known and t.nbytes <= _FOLDED_BYTES for t in outputs))
+        return found
 
     @functools.cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:

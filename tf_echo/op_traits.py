@@ -83,11 +83,12 @@ _NAMES: dict[Kind, dict[float, str]] = {
         2.0: "Cumsum Cumprod CumulativeLogsumexp",
     },
     Kind.MOVEMENT: {
-        1.0: """BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace Fill Gather GatherNd
-            GatherV2 LinSpace MatrixBandPart MatrixDiag MatrixDiagPart MatrixDiagPartV3
-            MatrixDiagV3 MatrixSetDiag MatrixSetDiagV3 MirrorPad OneHot Pack Pad PadV2 Range
-            Reverse ReverseSequence ReverseV2 Roll Slice SpaceToBatchND SpaceToDepth Split
-            SplitV StridedSlice Tile Transpose Unpack ResizeBilinear ResizeNearestNeighbor""",
+        1.0: """BatchToSpaceND BroadcastTo Concat ConcatV2 DepthToSpace DynamicStitch Fill Gather
+            GatherNd GatherV2 InvertPermutation LinSpace MatrixBandPart MatrixDiag
+            MatrixDiagPart MatrixDiagPartV3 MatrixDiagV3 MatrixSetDiag MatrixSetDiagV3 MirrorPad
+            OneHot Pack Pad PadV2 Range Reverse ReverseSequence ReverseV2 Roll Slice
+            SpaceToBatchND SpaceToDepth Split SplitV StridedSlice Tile Transpose Unpack
+            ResizeBilinear ResizeNearestNeighbor""",
     },
     Kind.NORMALIZATION: {
         3.0: """FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 LogSoftmax Softmax
@@ -133,6 +134,8 @@ _GATE_INPUTS: dict[str, tuple[int, ...]] = {
     "OneHot": (0, 2, 3),
     "Range": (),
     "ConcatV2": (0,),
+    "DynamicStitch": (),
+    "InvertPermutation": (),
     "Split": (1,),
     "TensorListGetItem": (1,),
 }

@@ -1,13 +1,12 @@
-"""The whole way from a traced step to a plan.
+"""The whole way from a traced step to a plan that is carried out.
 
-Trace, partition, solve, judge. Carrying the plan out is `rewriter.rewrite`.
+Trace, partition, solve, judge; rewrite, and predict once more.
 """
 
 import contextlib
 import dataclasses
 import gc
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -28,7 +27,7 @@ from tf_echo.memory_model import Timeline, simulate
 from tf_echo.op_traits import Kind
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, Share, format_bytes
 from tf_echo.tracer import Trace
-from tf_echo.tracing import trace_step
+from tf_echo.tracing import trace_step, with_known_order
 
 _logger = logging.getLogger(__name__)
 
@@ -211,7 +210,7 @@ def _with_loops(
 
 def judge(view: GraphView, plan: RecomputePlan) -> RecomputePlan:
     """A plan for the same graph, perhaps changed by hand, with its peaks predicted anew."""
-    scale = (plan.batch_size or 1) / (view.batch_size or 1) if plan.batch_size else 1.0
+    scale = _scale(view, plan)
     planned = loop_evaluation.planned(view, plan.loops)
     choice = evaluation.take(planned, plan.decisions, _schedule(plan), scale)
     before = evaluation.peak_memory(view, simulate(view, scale))
@@ -231,7 +230,6 @@ def plan_step(
         exclusion.UnmatchedPatternError: a pattern in `exclude` or `include` matches nothing.
         rewriter.PlanMismatchError: the plan that was given is one for another graph.
     """
-    start = time.perf_counter()
     with paused_collector():
         trace = trace_step(losses, gradients, settings.batch_size)
         if not trace.whole and not _opaque_ops(trace.view):
@@ -243,20 +241,50 @@ def plan_step(
             plan = settings.plan
             rewriter.check(trace, plan)
             plan = judge(trace.view, plan)
-    plan = dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
+    return trace, dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
+
+
+def carry_out(trace: Trace, plan: RecomputePlan) -> RecomputePlan:
+    """Rewrites the step that is being traced, and predicts its peak in the order in which the
+    executor will run what was made of it.
+
+    Args:
+        trace: the trace that the plan was made for.
+        plan: the plan.
+
+    Returns:
+        The plan with that peak.
+    """
+    with paused_collector():
+        rewriter.rewrite(trace, plan)
+        loops = any(loop.recompute for loop in plan.loops)
+        if plan.recomputed or plan.sums or plan.bits or loops:
+            view = carried_out(trace, plan).view
+            after = evaluation.peak_memory(view, simulate(view, _scale(trace.view, plan)))
+            plan = dataclasses.replace(plan, after=after)
     _logger.info(
-        "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx), planned "
-        "in %.2f s.%s",
+        "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx).%s",
         plan.name,
         len(plan.recomputed),
         len(plan.decisions),
         format_bytes(plan.before.total_bytes),
         format_bytes(plan.after.total_bytes),
         plan.ratio,
-        time.perf_counter() - start,
         f" {plan.note}" if plan.note else "",
     )
-    return trace, plan
+    return plan
+
+
+def carried_out(trace: Trace, plan: RecomputePlan) -> evaluation.Rewired:
+    """The view of a step after its plan was carried out, in the order in which it will run."""
+    planned = loop_evaluation.planned(trace.view, plan.loops)
+    rewired = evaluation.rewire(planned, plan.decisions, _schedule(plan))
+    return dataclasses.replace(rewired, view=with_known_order(rewired.view, trace))
+
+
+def _scale(view: GraphView, plan: RecomputePlan) -> float:
+    """The multiple of the view's batch size that a plan was judged at."""
+    return plan.batch_size / (view.batch_size or 1) if plan.batch_size else 1.0
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from tf_echo import op_traits
-from tf_echo.gating import Delay, follows_gradient, holds_values, need_forward_values
+from tf_echo.gating import follows_gradient, holds_values, need_forward_values
 from tf_echo.graph_view import GraphView, Node, per_view
 from tf_echo.op_traits import Kind
 
@@ -111,43 +111,6 @@ def _sum_waits(
         if place >= 0 and view.nodes[maker].backward:
             found.append((place, maker))
     return found
-
-
-def with_delays(view: GraphView, delays: Sequence[Delay]) -> tuple[GraphView, list[int]]:
-    """The view with nodes that wait for gradients, each put right before the first that needs both.
-
-    Args:
-        view: the view.
-        delays: see `gating.find_delays`.
-
-    Returns:
-        The view, and for each of its nodes the place in the old view. Tensors keep their ids.
-    """
-    if not delays:
-        return view, list(range(len(view.nodes)))
-    moved: dict[int, list[int]] = {}
-    gates = {delay.node: view.tensors[delay.gate].node for delay in delays}
-    for delay in sorted(delays):
-        moved.setdefault(delay.reader, []).append(delay.node)
-    order = [
-        number
-        for node in view.nodes
-        if node.id not in gates
-        for number in (*moved.get(node.id, ()), node.id)
-    ]
-    places = {old: new for new, old in enumerate(order)}
-    nodes = []
-    for old in order:
-        node = view.nodes[old]
-        before = (*node.control_inputs, gates[old]) if old in gates else node.control_inputs
-        control = tuple(places[c] for c in before)
-        nodes.append(node._replace(id=places[old], control_inputs=control))
-    tensors = tuple(t._replace(node=places[t.node]) for t in view.tensors)
-    loops = tuple(
-        dataclasses.replace(loop, forward=places[loop.forward], backward=places[loop.backward])
-        for loop in view.loops
-    )
-    return dataclasses.replace(view, nodes=tuple(nodes), tensors=tensors, loops=loops), order
 
 
 def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:

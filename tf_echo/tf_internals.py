@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2
 from tensorflow.python.eager import context, execute
+from tensorflow.python.grappler import cluster, tf_optimizer
 from tensorflow.python.ops import handle_data_util
 
 
@@ -79,16 +81,62 @@ def run_eagerly(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> list[tf
 
 
 def variable_bytes(handle: tf.Tensor) -> int:
-    """Bytes of the variable behind a resource handle; 0 if the handle does not tell.
-
-    Missing in public: the shape and dtype behind a handle.
-    """
-    data = handle_data_util.get_resource_handle_data(handle)
-    if data is None or not data.is_set:
-        return 0
+    """Bytes of the variable behind a resource handle; 0 if the handle does not tell."""
     total = 0
-    for item in data.shape_and_type:
+    for item in behind_handle(handle):
         shape = tf.TensorShape(item.shape)
         if shape.is_fully_defined():
             total += int(shape.num_elements()) * tf.dtypes.as_dtype(item.dtype).size
     return total
+
+
+def optimize(graph: tf.compat.v1.GraphDef, wanted: Sequence[str]) -> tf.compat.v1.GraphDef | None:
+    """What Grappler makes of a graph, even where it is off; None if it does not take the graph.
+
+    Missing in public: running Grappler, whose result a function only shows after it has run.
+
+    Args:
+        graph: a graph whose nodes have devices of this machine.
+        wanted: the names of the nodes that are asked for.
+    """
+    config = context.context().config
+    config.graph_options.rewrite_options.disable_meta_optimizer = False
+    step = meta_graph_pb2.MetaGraphDef(graph_def=graph)
+    step.collection_def["train_op"].node_list.value.extend(wanted)
+    machine = cluster.Cluster(devices=[_named_device(device) for device in devices()])
+    try:
+        return tf_optimizer.OptimizeGraph(config, step, verbose=False, cluster=machine)
+    except (tf.errors.OpError, ValueError):
+        return None
+    finally:
+        machine.Shutdown()
+
+
+def devices() -> list[str]:
+    """The kinds of this machine's devices; operations are placed on the last where they can be."""
+    return [kind for kind in ("CPU", "GPU") if tf.config.list_physical_devices(kind)]
+
+
+def device_name(kind: str) -> str:
+    """The full name of the first device of a kind."""
+    return f"/job:localhost/replica:0/task:0/device:{kind}:0"
+
+
+def _named_device(kind: str) -> device_properties_pb2.NamedDevice:
+    properties = device_properties_pb2.DeviceProperties(type=kind, num_cores=1)
+    if kind == "GPU":
+        device = tf.config.list_physical_devices(kind)[0]
+        details = tf.config.experimental.get_device_details(device)
+        major, minor = details.get("compute_capability", (0, 0))
+        properties.environment["architecture"] = f"{major}.{minor}"
+    return device_properties_pb2.NamedDevice(name=device_name(kind), properties=properties)
+
+
+def behind_handle(handle: tf.Tensor) -> list[Any]:
+    """Shape and dtype, as protobufs, of what is behind a resource handle; empty if it does not
+    tell.
+
+    Missing in public: the shape and dtype behind a handle.
+    """
+    data = handle_data_util.get_resource_handle_data(handle)
+    return list(data.shape_and_type) if data is not None and data.is_set else []

@@ -58,6 +58,8 @@ class Trace:
     """By the id of a TensorFlow tensor, the tensor and the one of the view that it stands for."""
     left_out: tuple[tuple[tf.Tensor, tf.Tensor], ...] = ()
     """Tensors that the view leaves out, each with the one that its readers may read instead."""
+    wanted: tuple[tf.Operation, ...] = ()
+    """What runs for its effects, and losses and gradients that nothing in the graph reads."""
 
     @property
     def open_batch(self) -> bool:

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tf_echo import gating, loop_internals, op_traits, scheduling, tf_internals
+from tf_echo import executor_order, loop_internals, op_traits, tf_internals
+from tf_echo.graph_view import GraphView
+from tf_echo.grappler_order import grappler_order, has_effects
 from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
@@ -48,7 +50,7 @@ def trace_step(
     roots = [loss.op for loss in losses]
     roots += [gradient.op for gradient in gradients]
     # Whatever has side effects runs, and updates may be linked through variables alone.
-    roots += [op for op in graph.get_operations() if not op.outputs or op.op_def.is_stateful]
+    roots += [op for op in graph.get_operations() if has_effects(op)]
     needed = _ancestors(roots)
     ordered = in_order([op for op in graph.get_operations() if op in needed], effects)
     early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
@@ -71,16 +73,35 @@ def trace_step(
             tracer.add(operation, operation not in forward, created[operation], after)
     loss = tracer.tensor(tracer.number(losses[-1]))
     name = f"{loss.op.name}:{loss.value_index}"
-    return _with_delays(tracer.finish(name, _weight_bytes(ordered), seed))
+    trace = tracer.finish(name, _weight_bytes(ordered), seed)
+    unread = (op for op in roots if not any(t.consumers() for t in op.outputs))
+    wanted = [op for op in dict.fromkeys(roots) if has_effects(op)]
+    trace = dataclasses.replace(trace, wanted=tuple(dict.fromkeys([*wanted, *unread])))
+    return dataclasses.replace(trace, view=with_known_order(trace.view, trace))
 
 
-def _with_delays(trace: Trace) -> Trace:
-    """The trace in the order in which it mostly runs: gradient ops that read nothing but the
-    forward pass run when their results are needed.
+def with_known_order(view: GraphView, trace: Trace) -> GraphView:
+    """The view with the order in which the executor will run it, if that can be known.
+
+    Args:
+        view: the step of a trace, perhaps after rewriting. Nodes that are not in the graph under
+            their name run near what they read or are read by.
+        trace: the trace.
     """
-    view, order = scheduling.with_delays(trace.view, gating.find_delays(trace.view))
-    operations = tuple(trace.operations[number] for number in order)
-    return dataclasses.replace(trace, view=view, operations=operations)
+    graph = trace.graph
+    # XLA has an order of its own. A function that creates variables is traced anew before it runs.
+    if loop_internals.is_compiled(graph) or _creates_variables(graph):
+        return view
+    names = grappler_order(graph, trace.wanted, _ordered_by_effects(graph))
+    if not names:
+        return view
+    places = {name: place for place, name in enumerate(names)}
+    known = executor_order.known_places(view.sources, [places.get(n.name) for n in view.nodes])
+    return dataclasses.replace(view, known_order=tuple(view.run(known)))
+
+
+def _creates_variables(graph: tf.Graph) -> bool:
+    return any(op.type == "VarIsInitializedOp" for op in graph.get_operations())
 
 
 def _is_gradient(operation: tf.Operation) -> bool:

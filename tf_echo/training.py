@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_echo import passes, rewriter, tracing
+from tf_echo import passes, tracing
 from tf_echo.exclusion import UnmatchedPatternError
 from tf_echo.plan import RecomputePlan
 from tf_echo.rewriter import PlanMismatchError
@@ -82,9 +82,7 @@ class StepPlanner:
 
     @contextlib.contextmanager
     def dry_run(self) -> Iterator[list[RecomputePlan]]:
-        """Within it plans are collected in the list that it gives, and neither carried out nor
-        remembered.
-        """
+        """Within it plans are collected in the list that it gives instead of being remembered."""
         collected: list[RecomputePlan] = []
         self._dry = collected
         try:
@@ -103,12 +101,8 @@ class StepPlanner:
                 "Please report this:\n" + traceback.format_exc()
             )
             return
-        if self._dry is not None:
-            self._dry.append(plan)
-            return
-        with passes.paused_collector():
-            rewriter.rewrite(trace, plan)
-        self.plans.append(plan)
+        plan = passes.carry_out(trace, plan)
+        (self.plans if self._dry is None else self._dry).append(plan)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_echo import passes, rewriter, tracing
+from tf_echo import passes, tracing
 from tf_echo.explain import (
     batch_spec,
     check_model,
@@ -121,7 +122,9 @@ Values = dict[str, Any]
 class _Traceable:
     """A step before it is traced."""
 
-    function: Callable[[], Values]
+    function: Callable[..., Values]
+    arguments: tuple[Any, ...]
+    """What it is called with; not captured, so that its graph is that of training."""
     plans: list[RecomputePlan]
     """Its plan is added here."""
     compiled: bool
@@ -146,14 +149,15 @@ class _Step:
     def __init__(self, make: Make, policy: str, values: bool):
         made = make(policy, values)
         function = tf.function(made.function, autograph=False, jit_compile=made.compiled)
-        self._concrete = function.get_concrete_function()
+        concrete = function.get_concrete_function(*made.arguments)
+        self._run = functools.partial(concrete, *made.arguments)
         if not made.plans:
             raise ValueError(
                 "The step could not be planned: it must tell `EchoOptimizer` the loss, as "
                 "`train_step` of a Keras model does, and call `optimizer.apply`."
             )
         self.plan = made.plans[-1]
-        used = [getattr(v, "value", v) for v in made.state] + list(self._concrete.graph.variables)
+        used = [getattr(v, "value", v) for v in made.state] + list(concrete.graph.variables)
         self._variables = list({id(v): v for v in used}.values())
         self.device = _telling_device(self._variables)
 
@@ -166,9 +170,9 @@ class _Step:
         before = [variable.numpy() for variable in self._variables]
         try:
             if device is not None:
-                self._concrete()
+                self._run()
                 tf.config.experimental.reset_memory_stats(device)
-            found = {name: _array(value) for name, value in self._concrete().items()}
+            found = {name: _array(value) for name, value in self._run().items()}
             peak = device and int(tf.config.experimental.get_memory_info(device)["peak"])
             names = _told_apart([v.name for v in self._variables])
             pairs = zip(names, self._variables, strict=True)
@@ -232,7 +236,7 @@ def _model_step(model: keras.Model, args: tuple[Any, ...]) -> Make:
         if not probe.built:
             probe.build(model.trainable_variables)
 
-        def step() -> Values:
+        def step(data: Any) -> Values:
             with trained_by(model, probe):
                 logs = model.train_step(data)
             here = tf.compat.v1.get_default_graph()
@@ -240,7 +244,7 @@ def _model_step(model: keras.Model, args: tuple[Any, ...]) -> Make:
             return {**(noted if values else {}), **{f"log {n}": v for n, v in logs.items()}}
 
         state = [*model.variables, *model.metrics_variables, *probe.variables]
-        return _Traceable(step, probe._steps.plans, bool(model.jit_compile), state)
+        return _Traceable(step, (data,), probe._steps.plans, bool(model.jit_compile), state)
 
     return make
 
@@ -251,12 +255,11 @@ def _function_step(function: Callable[..., tf.Tensor], args: tuple[Any, ...]) ->
     def make(policy: str, values: bool) -> _Traceable:
         plans: list[RecomputePlan] = []
 
-        def step() -> Values:
+        def step(*data: Any) -> Values:
             loss, variables, gradients = differentiate(function, data)
             flat = tracing.flat_gradients(gradients)
             trace, plan = passes.plan_step([loss], flat, passes.Settings(policy))
-            rewriter.rewrite(trace, plan)
-            plans.append(plan)
+            plans.append(passes.carry_out(trace, plan))
             names = [f"{number} {v.name}" for number, v in enumerate(variables)]
             found = _by_name(gradients, names)
             if not values:
@@ -264,7 +267,7 @@ def _function_step(function: Callable[..., tf.Tensor], args: tuple[Any, ...]) ->
                 found = {name: tf.reduce_sum(g) for name, g in found.items()}
             return {"loss": loss, **found}
 
-        return _Traceable(step, plans, False, [])
+        return _Traceable(step, data, plans, False, [])
 
     return make
 
