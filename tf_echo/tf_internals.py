@@ -12,6 +12,9 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.grappler import cluster, tf_optimizer
 from tensorflow.python.ops import handle_data_util
 
+_PROTOBUF_BYTES = 2**31
+"""No serialized message may be as large."""
+
 
 def copy_operation(
     graph: tf.Graph, operation: tf.Operation, inputs: Sequence[tf.Tensor], name: str
@@ -103,10 +106,12 @@ def optimize(graph: tf.compat.v1.GraphDef, wanted: Sequence[str]) -> tf.compat.v
     config.graph_options.rewrite_options.disable_meta_optimizer = False
     step = meta_graph_pb2.MetaGraphDef(graph_def=graph)
     step.collection_def["train_op"].node_list.value.extend(wanted)
+    if step.ByteSize() >= _PROTOBUF_BYTES:
+        return None
     machine = cluster.Cluster(devices=[_named_device(device) for device in devices()])
     try:
         return tf_optimizer.OptimizeGraph(config, step, verbose=False, cluster=machine)
-    except (tf.errors.OpError, ValueError):
+    except (tf.errors.OpError, RuntimeError, ValueError):
         return None
     finally:
         machine.Shutdown()
