@@ -188,6 +188,17 @@ def test_a_graph_that_grappler_does_not_take_is_ordered_by_rule(monkeypatch):
     assert len(view.execution_order) == len(view.nodes)
 
 
+def test_grappler_is_not_asked_for_a_trace_that_is_repeated_before_it_runs(monkeypatch):
+    asked = []
+    original = tracing.grappler_order
+    monkeypatch.setattr(tracing, "grappler_order", lambda *a: (asked.append(1), original(*a))[1])
+    model = small.compiled(lambda: tf_echo.EchoOptimizer("adam", policy="none"), build=False)
+    model.fit(small.dataset(), verbose=0)
+    # The first trace creates the optimizer's variables.
+    assert len(model.optimizer.plans) == 2
+    assert len(asked) == 1
+
+
 def test_plans_do_not_depend_on_whether_grappler_is_on():
     plans = []
     for enabled in (True, False):
