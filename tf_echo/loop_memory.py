@@ -41,7 +41,8 @@ def resized(view: GraphView, memories: Mapping[int, LoopMemory]) -> GraphView:
         gradient = nodes[loop.backward]
         more = sorted(memory.reads.difference(gradient.inputs))
         nodes[gradient.id] = gradient._replace(inputs=(*gradient.inputs, *more))
-    return dataclasses.replace(view, nodes=tuple(nodes), tensors=tuple(tensors))
+    # A known order is that of the step with other loops.
+    return dataclasses.replace(view, nodes=tuple(nodes), tensors=tuple(tensors), known_order=())
 
 
 def _tensor_sizes(view: GraphView, loop: Loop, memory: LoopMemory) -> dict[int, int]:

@@ -19,6 +19,9 @@ from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
 
+_ASKED_NODES = 10_000
+"""Above this size Grappler is not asked for the order: it would double the time of the first
+step."""
 NOMINAL_BATCH_SIZE = 32
 """Taken for an open batch size while sizes are worked out; plans are judged at a multiple of it."""
 
@@ -91,6 +94,8 @@ def with_known_order(view: GraphView, trace: Trace) -> GraphView:
     graph = trace.graph
     # XLA has an order of its own. A function that creates variables is traced anew before it runs.
     if loop_internals.is_compiled(graph) or _creates_variables(graph):
+        return view
+    if len(view.nodes) > _ASKED_NODES:
         return view
     names = grappler_order(graph, trace.wanted, _ordered_by_effects(graph))
     if not names:

@@ -319,7 +319,8 @@ def test_the_measured_peak_is_that_of_the_bits():
     assert len(optimizer.plan.bits) == 10
     # Ten ReLUs of 4 MiB, less what unpacking one of them needs.
     assert before - after > 7 * 4 * MIB
-    assert abs(optimizer.plan.after.total_bytes / after - 1) < 0.2
+    # In a process that has trained before, the allocator has chunks larger than what is asked for.
+    assert 1 / 1.4 < optimizer.plan.after.total_bytes / after < 1.05
 
 
 def test_a_plan_with_bits_prints_and_goes_to_json_and_back():
