@@ -60,6 +60,8 @@ class Trace:
     """Tensors that the view leaves out, each with the one that its readers may read instead."""
     wanted: tuple[tf.Operation, ...] = ()
     """What runs for its effects, and losses and gradients that nothing in the graph reads."""
+    waits: Mapping[tf.Operation, Sequence[tf.Operation]] = dataclasses.field(default_factory=dict)
+    """What operations will have to wait for besides when TensorFlow finishes the function."""
 
     @property
     def open_batch(self) -> bool:

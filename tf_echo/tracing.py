@@ -50,11 +50,10 @@ def trace_step(
     graph = losses[-1].graph
     effects = _ordered_by_effects(graph)
     forward = _ancestors([loss.op for loss in losses], effects)
-    roots = [loss.op for loss in losses]
-    roots += [gradient.op for gradient in gradients]
+    results = [tensor.op for tensor in (*losses, *gradients)]
     # Whatever has side effects runs, and updates may be linked through variables alone.
-    roots += [op for op in graph.get_operations() if has_effects(op)]
-    needed = _ancestors(roots)
+    running = [op for op in graph.get_operations() if has_effects(op)]
+    needed = _ancestors([*results, *running])
     ordered = in_order([op for op in graph.get_operations() if op in needed], effects)
     early = ordered[: 1 + max(ordered.index(loss.op) for loss in losses)]
     behind_gradients = _ancestors([g.op for g in gradients])
@@ -77,9 +76,9 @@ def trace_step(
     loss = tracer.tensor(tracer.number(losses[-1]))
     name = f"{loss.op.name}:{loss.value_index}"
     trace = tracer.finish(name, _weight_bytes(ordered), seed)
-    unread = (op for op in roots if not any(t.consumers() for t in op.outputs))
-    wanted = [op for op in dict.fromkeys(roots) if has_effects(op)]
-    trace = dataclasses.replace(trace, wanted=tuple(dict.fromkeys([*wanted, *unread])))
+    unread = [op for op in results if not any(t.consumers() for t in op.outputs)]
+    wanted = tuple(dict.fromkeys([*running, *unread]))
+    trace = dataclasses.replace(trace, wanted=wanted, waits=effects)
     return dataclasses.replace(trace, view=with_known_order(trace.view, trace))
 
 
@@ -93,11 +92,10 @@ def with_known_order(view: GraphView, trace: Trace) -> GraphView:
     """
     graph = trace.graph
     # XLA has an order of its own. A function that creates variables is traced anew before it runs.
-    if loop_internals.is_compiled(graph) or _creates_variables(graph):
+    other = loop_internals.is_compiled(graph) or _creates_variables(graph)
+    if other or len(view.nodes) > _ASKED_NODES:
         return view
-    if len(view.nodes) > _ASKED_NODES:
-        return view
-    names = grappler_order(graph, trace.wanted, _ordered_by_effects(graph))
+    names = grappler_order(graph, trace.wanted, trace.waits)
     if not names:
         return view
     places = {name: place for place, name in enumerate(names)}

@@ -115,13 +115,12 @@ def _convolutions() -> keras.Model:
 
 
 @pytest.fixture
-def optimized() -> Iterator[list[tf.compat.v1.GraphDef]]:
-    """Collects the largest graph that runs in the test, as Grappler left it."""
-    found: list[tf.compat.v1.GraphDef] = []
+def collecting() -> Iterator[None]:
+    """Lets TensorFlow note the graphs that run, as Grappler left them."""
     current = context.context()
     current.enable_graph_collection()
     with reference.grappler(enabled=True):
-        yield found
+        yield
     current.disable_graph_collection()
 
 
@@ -151,7 +150,7 @@ def _trained(model: keras.Model, monkeypatch: pytest.MonkeyPatch) -> GraphView:
 
 
 @pytest.mark.parametrize("build", [_residual, _convolutions])
-def test_the_order_is_that_of_the_graph_that_runs(build, optimized, monkeypatch):
+def test_the_order_is_that_of_the_graph_that_runs(build, collecting, monkeypatch):
     keras.backend.clear_session()
     view = _trained(build(), monkeypatch)
     places = {
@@ -168,7 +167,7 @@ def test_the_order_is_that_of_the_graph_that_runs(build, optimized, monkeypatch)
     assert heavy(iter(view.known_order)) == heavy(view.run(known))
 
 
-def test_what_reads_only_the_forward_pass_runs_as_early_as_it_does(optimized, monkeypatch):
+def test_what_reads_only_the_forward_pass_runs_as_early_as_it_does(collecting, monkeypatch):
     """The gradients of three maxima: by rule the masks are made when they are needed."""
     keras.backend.clear_session()
     view = _trained(_pooled(), monkeypatch)

@@ -391,6 +391,11 @@ def test_an_optimizer_that_is_not_built_yet_is_built_by_fit():
     small.assert_equal(small.state(model), small.state(expected))
 
 
+def test_parts_that_do_not_exist_cannot_be_left_out():
+    with pytest.raises(ValueError, match=r"`without` must be a sequence of some of 'recompute'"):
+        EchoOptimizer("sgd", without=("everything",))
+
+
 def test_recompiling_with_and_without_echo_goes_on_training_equally():
     def train(wrap):
         inner = keras.optimizers.Adam(1e-2)
