@@ -42,9 +42,30 @@ def _close_all() -> None:
 _POLL_SECONDS = 0.0003
 _LONGEST_POLL_SECONDS = 0.01
 _LATE_SHARE = 0.02
+_LONGEST_COUNTED_SECONDS = 0.1
 _DROPPED_SECONDS = 20.0
 """Batches that were sent out by an earlier pass and that nobody trained or evaluated anything for
 so long will not be trained any more."""
+
+
+class _Patience:
+    """Seconds that go by while somebody waits and asks again and again.
+
+    A machine that is suspended or busy elsewhere keeps training from going on, too: between two
+    questions only `_LONGEST_COUNTED_SECONDS` count.
+    """
+
+    def __init__(self) -> None:
+        self._asked, self._seconds = time.monotonic(), 0.0
+
+    def seconds_since(self, sign_of_life: float) -> float:
+        """Seconds counted up to now, and none before `sign_of_life` (`time.monotonic`)."""
+        now = time.monotonic()
+        if sign_of_life > self._asked:
+            self._asked, self._seconds = sign_of_life, 0.0
+        self._seconds += min(now - self._asked, _LONGEST_COUNTED_SECONDS)
+        self._asked = now
+        return self._seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +155,7 @@ class PipelineRun:
         for feed in feeds:
             feed.group.start(self)
         self._bases = [feed.group.planned for feed in feeds]
-        self._late_since = [(feed.group.trained(), time.monotonic()) for feed in feeds]
+        self._late_since = [(feed.group.trained(), _Patience()) for feed in feeds]
         stages = [
             ("load", self._load),
             ("plan", self._plan),
@@ -315,10 +336,10 @@ class PipelineRun:
             trained = group.trained()
             if trained >= target:
                 return True
-            before, since = self._late_since[number]
+            before, patience = self._late_since[number]
             if trained != before or trained >= self._bases[number] or group.in_a_step():
-                self._late_since[number] = trained, time.monotonic()
-            elif time.monotonic() - max(since, group.touched) > _DROPPED_SECONDS:
+                self._late_since[number] = trained, _Patience()
+            elif patience.seconds_since(group.touched) > _DROPPED_SECONDS:
                 # An earlier pass has sent out batches that nobody trains.
                 group.declare_trained_before(self._bases[number])
             return False
@@ -337,13 +358,13 @@ class PipelineRun:
         if ready():
             return
         group, limit = self._feeds[number].group, self._settings.stall_seconds
-        started = time.monotonic()
+        started, patience = time.monotonic(), _Patience()
         while not ready():
             # Who waits for long may wait a little longer, and need not keep a core busy.
             pause = (time.monotonic() - started) * _LATE_SHARE
             if self._closed.wait(min(max(pause, _POLL_SECONDS), _LONGEST_POLL_SECONDS)):
                 raise AbandonedError(f"Stage '{who[0]}' was stopped at batch {batch.number}.")
-            waited = time.monotonic() - max(started, group.touched)
+            waited = patience.seconds_since(group.touched)
             if limit is not None and waited > limit:
                 names = ", ".join(f"'{table.name}'" for table in group.tables)
                 raise StallError(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 
 import keras
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.scratchpipe import uncached
-from tf_scratchpipe import ScratchPipeEmbedding, lookahead, pipeline
+from tf_scratchpipe import ScratchPipeEmbedding, lookahead, pipeline, slot_group
 from tf_scratchpipe.host_table import HostTable
 from tf_scratchpipe.slot_group import SlotGroup
 
@@ -316,15 +317,35 @@ def test_a_stall_names_stage_batch_and_reason(executor):
     _assert_trained_on(layer, EACH)
 
 
+def test_a_machine_that_stood_still_is_no_stall(monkeypatch):
+    stood_still = [0.0]
+    clock = types.SimpleNamespace(
+        monotonic=lambda: time.monotonic() + stood_still[0], perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(pipeline, "time", clock)
+    monkeypatch.setattr(slot_group, "time", clock)
+    model, layer = _model(130)
+    with pytest.warns(UserWarning, match="plain ids"):
+        model.train_on_batch(*EACH[0])
+    planned = SOURCE.apply(lookahead(model, stall_seconds=30.0)).prefetch(2)
+    for number, batch in enumerate(planned):
+        model.train_on_batch(*batch)
+        if number == 3:
+            time.sleep(0.5)  # By now a stage waits for the next step.
+            stood_still[0] += 3600.0
+            time.sleep(0.5)
+    _assert_trained_on(layer, [EACH[0], *EACH])
+
+
 def test_evaluation_is_no_stall():
     model, layer = _model(130)
     with pytest.warns(UserWarning, match="plain ids"):
         model.train_on_batch(*EACH[0])  # The first step takes time to be traced.
     model.predict(IDS[:32], verbose=0)
-    planned = SOURCE.apply(lookahead(model, stall_seconds=2.0)).prefetch(2)
+    planned = SOURCE.apply(lookahead(model, stall_seconds=4.0)).prefetch(2)
     for number, batch in enumerate(planned):
         model.train_on_batch(*batch)
-        until = time.monotonic() + (3.0 if number == 3 else 0)
+        until = time.monotonic() + (6.0 if number == 3 else 0)
         while time.monotonic() < until:
             model.predict(IDS[:32], verbose=0)
     _assert_trained_on(layer, [EACH[0], *EACH])
