@@ -205,7 +205,7 @@ def train(
     peaks, times = meter.peaks[_WARM_UP:] or meter.peaks, meter.times[_WARM_UP:] or meter.times
     median = statistics.median(peaks)
     # With several optimizers in one step, the last plan is that of the whole step.
-    plan = carried_out.result
+    plan = carried_out.result.result() if carried_out.result else None
     return Result(
         median,
         (max(peaks) - min(peaks)) / median,
@@ -237,11 +237,12 @@ class _Recorder:
 
 def _largest(trace: Any, plan: Any, count: int) -> list[str]:
     """The largest tensors at the predicted peak of a planned step."""
-    from tf_echo import memory_model, passes
+    from tf_echo import memory_model, passes, tracing
 
-    rewired = passes.carried_out(trace, plan)
+    rewired = passes.carried_out(trace.view, plan)
+    view = tracing.in_known_order(rewired.view, tracing.order_question(trace)())
     scale = plan.batch_size / trace.view.batch_size if plan.batch_size else 1.0
-    timeline = memory_model.simulate(rewired.view, scale)
+    timeline = memory_model.simulate(view, scale)
     labels = _labels(trace.view)
     lines = [f"{mib(timeline.resident_bytes)} MiB  variables and inputs"]
     for tensor in timeline.live_at(timeline.peak_step)[:count]:

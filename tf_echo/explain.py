@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import keras
@@ -83,7 +84,7 @@ def _explain_model(
         compiled = bool(model.jit_compile)
         step = tf.function(model.train_step, autograph=False, jit_compile=compiled)
         step.get_concrete_function(_data_spec(args))
-    return plans[-1]
+    return plans[-1].result()
 
 
 @contextlib.contextmanager
@@ -133,7 +134,7 @@ def _explain_function(
     args: tuple[Any, ...],
     settings: passes.Settings,
 ) -> RecomputePlan:
-    plans: list[RecomputePlan] = []
+    plans: list[Future[RecomputePlan]] = []
 
     def step(*inputs: Any) -> tf.Tensor:
         loss, _, gradients = differentiate(function, inputs)
@@ -143,7 +144,7 @@ def _explain_function(
 
     specs = tf.nest.map_structure(batch_spec, args)
     tf.function(step, autograph=False).get_concrete_function(*specs)
-    return plans[-1]
+    return plans[-1].result()
 
 
 def differentiate(

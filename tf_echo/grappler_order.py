@@ -6,7 +6,7 @@ in between, so the order is asked of Grappler itself. It needs the graph as it w
 a function that Keras calls with what an iterator gives, and calls are inlined.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,8 +16,10 @@ from tf_echo import tf_internals
 _Waits = Mapping[tf.Operation, Sequence[tf.Operation]]
 
 
-def grappler_order(graph: tf.Graph, wanted: Sequence[tf.Operation], waits: _Waits) -> list[str]:
-    """Names of a step's operations in the order in which Grappler leaves them.
+def question(
+    graph: tf.Graph, wanted: Sequence[tf.Operation], waits: _Waits
+) -> Callable[[], list[str]]:
+    """Gets ready to ask for the order of a step's operations.
 
     Args:
         graph: the graph of the step, which is a function.
@@ -25,18 +27,23 @@ def grappler_order(graph: tf.Graph, wanted: Sequence[tf.Operation], waits: _Wait
         waits: what operations will have to wait for when the function is complete.
 
     Returns:
-        The names, with those of operations that Grappler adds and without those that it removes;
-        empty if it does not take the graph. Takes about as long as Grappler takes when the step
-        runs first.
+        What asks Grappler, in any thread and whatever the graph has become since, and gives the
+        names in the order in which they will run: with those of operations that Grappler adds and
+        without those that it removes; none if it does not take the graph. Takes about as long as
+        Grappler takes when the step runs first.
     """
     try:
         called = _called(graph, wanted, waits)
     except ValueError:  # larger than a protobuf may be
-        return []
+        return list
     # Nobody waits for what has no effects.
     results = [op.name for op in wanted if not has_effects(op)]
-    optimized = tf_internals.optimize(called, ["call/done", *results])
-    return [] if optimized is None else [node.name for node in optimized.node]
+
+    def ask() -> list[str]:
+        optimized = tf_internals.optimize(called, ["call/done", *results])
+        return [] if optimized is None else [node.name for node in optimized.node]
+
+    return ask
 
 
 def has_effects(operation: tf.Operation) -> bool:

@@ -153,12 +153,12 @@ class EchoOptimizer(keras.optimizers.Optimizer):
     @property
     def plans(self) -> list[RecomputePlan]:
         """One plan for each train step traced so far, the latest last."""
-        return list(self._steps.plans)
+        return [planned.result() for planned in self._steps.planned]
 
     @property
     def plan(self) -> RecomputePlan | None:
         """The latest plan; None before the first train step."""
-        return self._steps.plans[-1] if self._steps.plans else None
+        return self._steps.planned[-1].result() if self._steps.planned else None
 
     def report(self, every_region: bool = False) -> str:
         """The latest plan as a table.
@@ -169,9 +169,10 @@ class EchoOptimizer(keras.optimizers.Optimizer):
         Returns:
             Text, with a line for each region, totals, and the predicted peak before and after.
         """
-        if not self._steps.plans:
+        plan = self.plan
+        if plan is None:
             return "No train step was planned yet. Train the model, or call `tf_echo.explain`."
-        return report(self._steps.plans[-1], every_region)
+        return report(plan, every_region)
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss as the inner optimizer scales it.

@@ -8,6 +8,8 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -27,9 +29,11 @@ from tf_echo.memory_model import Timeline, simulate
 from tf_echo.op_traits import Kind
 from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, Share, format_bytes
 from tf_echo.tracer import Trace
-from tf_echo.tracing import trace_step, with_known_order
+from tf_echo.tracing import in_known_order, order_question, trace_step
 
 _logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _TOLERANCE = 0.01
 """A loop is left as it is if the peak rises by no more than this part."""
@@ -224,7 +228,8 @@ def plan_step(
     """Traces and plans a step that is being traced; see `tracing.trace_step` for the arguments.
 
     Returns:
-        The trace and the plan, not carried out yet.
+        The trace and the plan, not carried out yet. Its peaks are those of the order that a rule
+        gives, before as well as after: like is compared with like.
 
     Raises:
         exclusion.UnmatchedPatternError: a pattern in `exclude` or `include` matches nothing.
@@ -232,6 +237,7 @@ def plan_step(
     """
     with paused_collector():
         trace = trace_step(losses, gradients, settings.batch_size)
+        trace = dataclasses.replace(trace, order=beside(order_question(trace)))
         if not trace.whole and not _opaque_ops(trace.view):
             exclusion.check(trace.view, settings.exclude)
             exclusion.check(trace.view, settings.include, "include")
@@ -244,24 +250,37 @@ def plan_step(
     return trace, dataclasses.replace(plan, name=getattr(trace.graph, "name", ""))
 
 
-def carry_out(trace: Trace, plan: RecomputePlan) -> RecomputePlan:
-    """Rewrites the step that is being traced, and predicts its peak in the order in which the
-    executor will run what was made of it.
+def carry_out(trace: Trace, plan: RecomputePlan) -> Future[RecomputePlan]:
+    """Rewrites the step that is being traced, and predicts its peaks in the order in which the
+    executor will run it.
 
     Args:
         trace: the trace that the plan was made for.
         plan: the plan.
 
     Returns:
-        The plan with that peak.
+        What will be the plan with those peaks: Grappler takes its time to tell the order, and
+        nothing waits for it.
     """
     with paused_collector():
         rewriter.rewrite(trace, plan)
         loops = any(loop.recompute for loop in plan.loops)
-        if plan.recomputed or plan.sums or plan.bits or loops:
-            view = carried_out(trace, plan).view
-            after = evaluation.peak_memory(view, simulate(view, _scale(trace.view, plan)))
-            plan = dataclasses.replace(plan, after=after)
+        changed = bool(plan.recomputed or plan.sums or plan.bits or loops)
+        ask = order_question(trace) if changed else None
+    return beside(lambda: _predict(trace, plan, ask))
+
+
+def _predict(
+    trace: Trace, plan: RecomputePlan, ask: Callable[[], list[str]] | None
+) -> RecomputePlan:
+    """The plan with its peaks predicted once more; with `ask` None it changes nothing."""
+    scale = _scale(trace.view, plan)
+    view = in_known_order(trace.view, trace.order.result() if trace.order else [])
+    before = after = evaluation.peak_memory(view, simulate(view, scale))
+    if ask is not None:
+        view = in_known_order(carried_out(trace.view, plan).view, ask())
+        after = evaluation.peak_memory(view, simulate(view, scale))
+    plan = dataclasses.replace(plan, before=before, after=after)
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx).%s",
         plan.name,
@@ -275,11 +294,19 @@ def carry_out(trace: Trace, plan: RecomputePlan) -> RecomputePlan:
     return plan
 
 
-def carried_out(trace: Trace, plan: RecomputePlan) -> evaluation.Rewired:
-    """The view of a step after its plan was carried out, in the order in which it will run."""
-    planned = loop_evaluation.planned(trace.view, plan.loops)
-    rewired = evaluation.rewire(planned, plan.decisions, _schedule(plan))
-    return dataclasses.replace(rewired, view=with_known_order(rewired.view, trace))
+def carried_out(view: GraphView, plan: RecomputePlan) -> evaluation.Rewired:
+    """The view of a step after its plan was carried out."""
+    planned = loop_evaluation.planned(view, plan.loops)
+    return evaluation.rewire(planned, plan.decisions, _schedule(plan))
+
+
+def beside(function: Callable[[], _Result]) -> Future[_Result]:
+    """Runs a function in a thread of its own; the interpreter waits for it when it ends."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="tf_echo")
+    try:
+        return pool.submit(function)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def _scale(view: GraphView, plan: RecomputePlan) -> float:

@@ -11,6 +11,7 @@ import itertools
 import os
 import types
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -62,6 +63,8 @@ class Trace:
     """What runs for its effects, and losses and gradients that nothing in the graph reads."""
     waits: Mapping[tf.Operation, Sequence[tf.Operation]] = dataclasses.field(default_factory=dict)
     """What operations will have to wait for besides when TensorFlow finishes the function."""
+    order: Future[list[str]] | None = None
+    """Names of operations in the order in which Grappler leaves the step as it was traced."""
 
     @property
     def open_batch(self) -> bool:

@@ -8,13 +8,13 @@ rest that leads to the gradients or follows from them.
 
 import dataclasses
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tf_echo import executor_order, loop_internals, op_traits, tf_internals
+from tf_echo import executor_order, grappler_order, loop_internals, op_traits, tf_internals
 from tf_echo.graph_view import GraphView
-from tf_echo.grappler_order import grappler_order, has_effects
+from tf_echo.grappler_order import has_effects
 from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
@@ -78,24 +78,29 @@ def trace_step(
     trace = tracer.finish(name, _weight_bytes(ordered), seed)
     unread = [op for op in results if not any(t.consumers() for t in op.outputs)]
     wanted = tuple(dict.fromkeys([*running, *unread]))
-    trace = dataclasses.replace(trace, wanted=wanted, waits=effects)
-    return dataclasses.replace(trace, view=with_known_order(trace.view, trace))
+    return dataclasses.replace(trace, wanted=wanted, waits=effects)
 
 
-def with_known_order(view: GraphView, trace: Trace) -> GraphView:
-    """The view with the order in which the executor will run it, if that can be known.
-
-    Args:
-        view: the step of a trace, perhaps after rewriting. Nodes that are not in the graph under
-            their name run near what they read or are read by.
-        trace: the trace.
+def order_question(trace: Trace) -> Callable[[], list[str]]:
+    """What will ask for the order of the operations that are in a trace's graph now; see
+    `grappler_order.question`.
     """
     graph = trace.graph
     # XLA has an order of its own. A function that creates variables is traced anew before it runs.
     other = loop_internals.is_compiled(graph) or _creates_variables(graph)
-    if other or len(view.nodes) > _ASKED_NODES:
-        return view
-    names = grappler_order(graph, trace.wanted, trace.waits)
+    if other or len(trace.view.nodes) > _ASKED_NODES:
+        return list
+    return grappler_order.question(graph, trace.wanted, trace.waits)
+
+
+def in_known_order(view: GraphView, names: Sequence[str]) -> GraphView:
+    """The view with the order in which the executor will run it.
+
+    Args:
+        view: the step of a trace, perhaps after rewriting. Nodes that are not in the graph under
+            their name run near what they read or are read by.
+        names: of operations, as Grappler orders them; if none, the order is that of the rule.
+    """
     if not names:
         return view
     places = {name: place for place, name in enumerate(names)}

@@ -12,6 +12,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import tensorflow as tf
@@ -37,11 +38,11 @@ class StepPlanner:
 
     def __init__(self, settings: passes.Settings):
         self.settings = settings
-        self.plans: list[RecomputePlan] = []
+        self.planned: list[Future[RecomputePlan]] = []
         self._losses: weakref.WeakKeyDictionary[tf.Graph, list[str]] = weakref.WeakKeyDictionary()
         self._planned: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
         self._warned: set[str] = set()
-        self._dry: list[RecomputePlan] | None = None
+        self._dry: list[Future[RecomputePlan]] | None = None
 
     # AutoGraph would convert all of this package when a user's function is traced.
     @tf.autograph.experimental.do_not_convert
@@ -81,9 +82,9 @@ class StepPlanner:
             )
 
     @contextlib.contextmanager
-    def dry_run(self) -> Iterator[list[RecomputePlan]]:
+    def dry_run(self) -> Iterator[list[Future[RecomputePlan]]]:
         """Within it plans are collected in the list that it gives instead of being remembered."""
-        collected: list[RecomputePlan] = []
+        collected: list[Future[RecomputePlan]] = []
         self._dry = collected
         try:
             yield collected
@@ -101,8 +102,8 @@ class StepPlanner:
                 "Please report this:\n" + traceback.format_exc()
             )
             return
-        plan = passes.carry_out(trace, plan)
-        (self.plans if self._dry is None else self._dry).append(plan)
+        planned = passes.carry_out(trace, plan)
+        (self.planned if self._dry is None else self._dry).append(planned)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

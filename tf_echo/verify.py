@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import keras
@@ -125,7 +126,7 @@ class _Traceable:
     function: Callable[..., Values]
     arguments: tuple[Any, ...]
     """What it is called with; not captured, so that its graph is that of training."""
-    plans: list[RecomputePlan]
+    plans: list[Future[RecomputePlan]]
     """Its plan is added here."""
     compiled: bool
     """Whether XLA compiles it."""
@@ -156,7 +157,7 @@ class _Step:
                 "The step could not be planned: it must tell `EchoOptimizer` the loss, as "
                 "`train_step` of a Keras model does, and call `optimizer.apply`."
             )
-        self.plan = made.plans[-1]
+        self.plan = made.plans[-1].result()
         used = [getattr(v, "value", v) for v in made.state] + list(concrete.graph.variables)
         self._variables = list({id(v): v for v in used}.values())
         self.device = _telling_device(self._variables)
@@ -244,7 +245,7 @@ def _model_step(model: keras.Model, args: tuple[Any, ...]) -> Make:
             return {**(noted if values else {}), **{f"log {n}": v for n, v in logs.items()}}
 
         state = [*model.variables, *model.metrics_variables, *probe.variables]
-        return _Traceable(step, (data,), probe._steps.plans, bool(model.jit_compile), state)
+        return _Traceable(step, (data,), probe._steps.planned, bool(model.jit_compile), state)
 
     return make
 
@@ -253,7 +254,7 @@ def _function_step(function: Callable[..., tf.Tensor], args: tuple[Any, ...]) ->
     data = tf.nest.map_structure(_as_tensor, args)
 
     def make(policy: str, values: bool) -> _Traceable:
-        plans: list[RecomputePlan] = []
+        plans: list[Future[RecomputePlan]] = []
 
         def step(*data: Any) -> Values:
             loss, variables, gradients = differentiate(function, data)

@@ -1,8 +1,8 @@
 """In which order the executor runs a step: by rule, and as Grappler leaves the graph."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,9 +13,18 @@ from tensorflow.python.eager import context
 import tf_echo
 from tests import reference
 from tests.echo import small
-from tf_echo import executor_order, passes, rewriter, tf_internals, tracing
+from tf_echo import (
+    evaluation,
+    executor_order,
+    grappler_order,
+    passes,
+    rewriter,
+    tf_internals,
+    tracing,
+)
 from tf_echo.graph_view import GraphView, parse_view
 from tf_echo.memory_model import simulate
+from tf_echo.tracer import Trace
 
 L = keras.layers
 
@@ -130,14 +139,18 @@ def _largest_graph() -> tf.compat.v1.GraphDef:
     return max(graphs, key=lambda graph: len(graph.node))
 
 
+def _in_known_order(trace: Trace) -> GraphView:
+    return tracing.in_known_order(trace.view, tracing.order_question(trace)())
+
+
 def _trained(model: keras.Model, monkeypatch: pytest.MonkeyPatch) -> GraphView:
-    """The view of the step that Keras trains."""
+    """The view of the step that Keras trains, in the order that is asked for."""
     views: list[GraphView] = []
     trace_step = tracing.trace_step
 
     def record(*args: object) -> object:
         trace = trace_step(*args)
-        views.append(trace.view)
+        views.append(_in_known_order(trace))
         return trace
 
     monkeypatch.setattr(passes, "trace_step", record)
@@ -189,8 +202,8 @@ def test_a_graph_that_grappler_does_not_take_is_ordered_by_rule(monkeypatch):
 
 def test_grappler_is_not_asked_for_a_trace_that_is_repeated_before_it_runs(monkeypatch):
     asked = []
-    original = tracing.grappler_order
-    monkeypatch.setattr(tracing, "grappler_order", lambda *a: (asked.append(1), original(*a))[1])
+    optimize = tf_internals.optimize
+    monkeypatch.setattr(tf_internals, "optimize", lambda *a: (asked.append(1), optimize(*a))[1])
     model = small.compiled(lambda: tf_echo.EchoOptimizer("adam", policy="none"), build=False)
     model.fit(small.dataset(), verbose=0)
     # The first trace creates the optimizer's variables.
@@ -209,32 +222,80 @@ def test_plans_do_not_depend_on_whether_grappler_is_on():
 
 
 def test_the_peak_is_predicted_once_more_when_the_plan_is_carried_out(monkeypatch):
-    orders: list[set[str]] = []
     copies: list[set[str]] = []
-    original = tracing.grappler_order
+    question = grappler_order.question
 
-    def record(graph: tf.Graph, *args: object) -> list[str]:
-        found = original(graph, *args)
-        orders.append(set(found))
+    def record(graph: tf.Graph, *args: object) -> object:
         copies.append({copy.name for copy in rewriter.copies_of(graph)})
-        return found
+        return question(graph, *args)
 
-    monkeypatch.setattr(tracing, "grappler_order", record)
-    predicted: list[Any] = []
-    carried_out = passes.carried_out
-    monkeypatch.setattr(
-        passes,
-        "carried_out",
-        lambda *args: (predicted.append(carried_out(*args)), predicted[-1])[1],
-    )
+    orders: list[set[str]] = []
+    views: list[GraphView] = []
+    in_known_order = tracing.in_known_order
+
+    def record_order(view: GraphView, names: list[str]) -> GraphView:
+        orders.append(set(names))
+        views.append(in_known_order(view, names))
+        return views[-1]
+
+    monkeypatch.setattr(grappler_order, "question", record)
+    monkeypatch.setattr(passes, "in_known_order", record_order)
     model = small.compiled("adam")
     plan = tf_echo.explain(model, *small.one_batch())
     assert plan.recomputed
     assert not copies[0]
-    assert len(orders) == 2
     assert len(copies[1] & orders[1]) > len(copies[1]) / 2
-    assert simulate(predicted[0].view).peak_bytes == plan.after.total_bytes
-    assert predicted[0].view.known_order
+    before, after = views
+    assert not copies[1] & orders[0]
+    assert simulate(before).peak_bytes == plan.before.total_bytes
+    assert simulate(after).peak_bytes == plan.after.total_bytes
+    assert before.known_order
+    assert after.known_order
+
+
+def test_decisions_compare_like_with_like(monkeypatch):
+    """Both peaks that decide are those of the rule; Grappler's order is not known by then."""
+    choices = []
+    choose = evaluation.choose
+
+    def record(view: GraphView, *args: object) -> object:
+        assert view.known_order == ()
+        choices.append((view, choose(view, *args)))
+        return choices[-1][1]
+
+    monkeypatch.setattr(evaluation, "choose", record)
+    plan = tf_echo.explain(small.compiled("adam"), *small.one_batch())
+    assert plan.recomputed
+    for view, choice in choices:
+        rewired = evaluation.rewire(view, choice.decisions, choice.schedule).view
+        assert choice.before.total_bytes == simulate(view).peak_bytes
+        assert choice.after.total_bytes == simulate(rewired).peak_bytes
+
+
+def test_training_does_not_wait_for_the_order(monkeypatch):
+    ends = threading.Event()
+
+    def optimize(*_: object) -> None:
+        ends.wait()
+
+    monkeypatch.setattr(tf_internals, "optimize", optimize)
+    model = small.compiled(lambda: tf_echo.EchoOptimizer("adam"))
+    model.fit(small.dataset(), verbose=0)
+    planned = model.optimizer._steps.planned
+    assert planned
+    assert not any(plan.done() for plan in planned)
+    ends.set()
+    assert model.optimizer.plan.recomputed
+
+
+def test_a_plan_that_changes_nothing_predicts_one_peak(monkeypatch):
+    optimize = tf_internals.optimize
+    asked = []
+    monkeypatch.setattr(tf_internals, "optimize", lambda *a: (asked.append(1), optimize(*a))[1])
+    model = small.compiled(lambda: tf_echo.EchoOptimizer("sgd", policy="none"))
+    plan = tf_echo.explain(model, *small.one_batch())
+    assert plan.before == plan.after
+    assert len(asked) == 1
 
 
 def test_results_that_nothing_reads_are_asked_for():
@@ -248,7 +309,7 @@ def test_results_that_nothing_reads_are_asked_for():
         gradients = [tape.gradient(loss, weight)]
         trace = tracing.trace_step([loss], tracing.flat_gradients(gradients))
         assert trace.wanted[-2:] == (loss.op, gradients[0].op)
-        views.append(trace.view)
+        views.append(_in_known_order(trace))
         return loss
 
     step.get_concrete_function()

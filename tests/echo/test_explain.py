@@ -31,7 +31,7 @@ def test_each_trace_is_planned_and_logged_once(caplog):
         model.train_on_batch(x[:128], y[:128])
         model.train_on_batch(x[:128], y[:128])
         model.train_on_batch(x[:256], y[:256])
-    plans = model.optimizer.plans
+        plans = model.optimizer.plans
     assert plans[-1] is model.optimizer.plan
     levels = [r.levelname for r in caplog.records if r.name.startswith("tf_echo")]
     assert levels == ["INFO"] * len(plans)
@@ -42,7 +42,7 @@ def test_the_log_line_says_what_was_saved(caplog):
     model = small.compiled(lambda: EchoOptimizer("sgd"))
     with caplog.at_level(logging.INFO, logger="tf_echo"):
         model.train_on_batch(*small.one_batch())
-    plan = model.optimizer.plan
+        plan = model.optimizer.plan
     (line,) = (r.getMessage() for r in caplog.records if r.name.startswith("tf_echo"))
     assert f"{len(plan.recomputed)} of {len(plan.decisions)} regions recomputed" in line
     assert f"{plan.ratio:.2f}x" in line
