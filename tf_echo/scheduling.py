@@ -123,26 +123,49 @@ def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
 
     Returns:
         For each of `firsts` the nodes to wait for. None of them needs anything that comes at
-        `first` or later in the view's order, but for other updates.
+        `first` or later in the view's order, but for other updates; nor does what TensorFlow merges
+        with it.
     """
     found, start = {}, 0
-    needs_forward = need_forward_values(view)
+    needs_forward, merged = need_forward_values(view), _merged_with(view)
+    ends: list[int] = []
     for first in firsts:
-        ends = [node for node in side_ends(view, start, first) if needs_forward[node]]
-        found[first] = ends + _updates(view, ends, first)
+        ends += [node for node in side_ends(view, start, first) if needs_forward[node]]
+        complete = [node for node in ends if merged.get(node, -1) < first]
+        found[first] = complete + _updates(view, complete, first)
+        ends = [node for node in ends if merged.get(node, -1) >= first]
         start = first
     return found
+
+
+@per_view
+def _merged_with(view: GraphView) -> dict[int, int]:
+    """For gradients of biases the last gradient of a filter that reads the same.
+
+    Where oneDNN is on (by default it is, on processors that it is made for), TensorFlow makes one
+    node of the two. What waits for the one must not be what the other needs: that would be a cycle.
+    """
+    filters: dict[int, int] = {}
+    for node in view.nodes:
+        if node.op == "Conv2DBackpropFilter":
+            filters.update((view.buffers[t], node.id) for t in node.inputs)
+    return {
+        node.id: filters[view.buffers[node.inputs[0]]]
+        for node in view.nodes
+        if node.op == "BiasAddGrad" and view.buffers[node.inputs[0]] in filters
+    }
 
 
 def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     """The updates of variables that need of the backward pass nothing from `end` on."""
     follows, sources, successors = _order(view)
+    merged = _merged_with(view)
 
     def there(node: int) -> bool:
         """Whether it is there by then; what forward nodes made may be what is recomputed."""
         if not follows[node]:
             return not holds_values(view, view.nodes[node])
-        return node < end or node in done
+        return (node < end and merged.get(node, -1) < end) or node in done
 
     done: set[int] = set()
     found = []

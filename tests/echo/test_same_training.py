@@ -8,6 +8,9 @@ graph.
 
 import collections
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import keras
@@ -97,3 +100,18 @@ def test_a_wrong_copy_is_noticed(name, monkeypatch):
     monkeypatch.setattr(rewriter._Region, "_tied", off_by_a_little)
     run = _train(models.named(name), lambda: tf_echo.EchoOptimizer(_sgd()), "fixed")
     assert reference.differences(run, _train_plain(name, "fixed"))
+
+
+def test_models_train_the_same_where_onednn_merges_ops():
+    """By default it depends on the processor whether oneDNN is on."""
+    runs = (
+        "strided_and_dilated_conv2d-echo-open",
+        "transposed_conv2d_and_upsampling-echo-fixed",
+        "batch_normalization_after_conv-echo-open",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    command += [f"{__file__}::test_model_trains_the_same[{run}]" for run in runs]
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(runs)} passed" in done.stdout

@@ -310,3 +310,26 @@ def test_an_update_that_waits_for_a_later_input_gradient_is_not_waited_for():
     assert ("da", "u2") in {
         tuple(view.nodes[n].name for n in pair) for pair in scheduling.put_offs(view)
     }
+
+
+def test_a_bias_that_tensorflow_merges_with_a_filter_is_waited_for_together_with_it():
+    view = parse_view("""
+        x = Placeholder [1MiB]
+        v = Placeholder [0B resource fixed]
+        w = ReadVariableOp v [1KiB fixed]
+        a = Tanh x [1MiB]
+        b = Conv2D a w [1MiB]
+        loss = Mean b [4B]
+        backward:
+        g = Mul b loss [1MiB]
+        db = BiasAddGrad g [1KiB fixed]
+        dw = Conv2DBackpropFilter a g [1KiB fixed]
+        da = Conv2DBackpropInput w g [1MiB]
+        dx = TanhGrad a da [1MiB]
+        loss: loss
+    """)
+    dw, dx = view.node("dw").id, view.node("dx").id
+    found = scheduling.waits(view, [dw, dx])
+    # What `dw` reads must not wait for `db`, of which oneDNN makes one node with `dw`.
+    assert found[dw] == []
+    assert {view.nodes[n].name for n in found[dx]} >= {"db", "dw"}
