@@ -1,7 +1,8 @@
 """Measure one training run in a process of its own: peak bytes from the allocator, seconds a step.
 
 The CPU device is put on the BFC allocator, which also serves GPUs, and steps run on one inter-op
-thread: side by side, ops share memory differently in every run. Under XLA a step is one allocation,
+thread: side by side, ops share memory differently in every run. oneDNN is off, unless
+TF_ENABLE_ONEDNN_OPTS says otherwise. Under XLA a step is one allocation,
 rounded up by far; its size is read from what the compiler says.
 """
 
@@ -25,6 +26,8 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "KERAS_BACKEND": "tensorflow",
 }
+# By default it depends on the processor. Given by the caller, it stays.
+KERNELS = {"TF_ENABLE_ONEDNN_OPTS": "0"}
 _MARK = "RESULT "
 _WARM_UP = 2
 
@@ -93,6 +96,7 @@ def run_child(
     """
     command = [sys.executable, script, "--child", *arguments]
     full = {
+        **KERNELS,
         **os.environ,
         **ENVIRONMENT,
         **(environment or {}),
