@@ -3,6 +3,7 @@
 Everything else in the package uses public TensorFlow. Written for TensorFlow 2.21.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,6 +116,20 @@ def optimize(graph: tf.compat.v1.GraphDef, wanted: Sequence[str]) -> tf.compat.v
         return None
     finally:
         machine.Shutdown()
+
+
+@functools.cache
+def uses_onednn() -> bool:
+    """Whether TensorFlow's CPU kernels are oneDNN's: by default they are, on processors that it is
+    made for.
+
+    Missing in public: asking for it. What Grappler fuses shows it.
+    """
+    with tf.Graph().as_default() as graph, tf.device(device_name("CPU")):
+        x = tf.compat.v1.placeholder(tf.float32, (8, 8))
+        y = tf.identity(x * tf.sigmoid(x), name="y")
+    optimized = optimize(graph.as_graph_def(), [y.op.name])
+    return optimized is not None and any(node.op == "_MklSwish" for node in optimized.node)
 
 
 def devices() -> list[str]:

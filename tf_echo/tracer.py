@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tf_echo import loop_internals, loop_memory, op_traits, workspaces
+from tf_echo import loop_internals, loop_memory, op_traits, tf_internals, workspaces
 from tf_echo.graph_view import NOTHING, GraphView, Loop, ViewBuilder
 from tf_echo.nominal_shapes import NominalShapes, Shape, dtype_name, static_shape
 from tf_echo.op_traits import Kind
@@ -131,6 +131,7 @@ class Tracer:
         self._shapes: list[Shape | None] = []
         """For each tensor its shape, nominal sides filled in; None where it is not known."""
         self._threads = 0 if tf.config.list_physical_devices("GPU") else _threads()
+        self._onednn = bool(self._threads) and tf_internals.uses_onednn()
 
     def name(self, tensor: tf.Tensor, number: int) -> None:
         """Lets a TensorFlow tensor stand for a tensor of the view."""
@@ -308,7 +309,7 @@ class Tracer:
         workspace = NOTHING
         if self._threads:
             read = [self._shapes[number] for number in inputs]
-            workspace = workspaces.workspace(kind, read, shapes, self._threads)
+            workspace = workspaces.workspace(kind, read, shapes, self._threads, self._onednn)
         node = self.builder.add(name, kind, inputs, sizes, control, backward, workspace, created)
         self._shapes += [*shapes, *[None] * extra]
         self._nodes[operation] = node.id

@@ -1,7 +1,8 @@
 """Memory that TensorFlow's CPU kernels need while they run, besides their inputs and outputs.
 
 Most need none. The gradients of a convolution unfold images into columns, of as many images at once
-as about fill the processor's cache; the gradient of max pooling finds the largest values again.
+as about fill the processor's cache, but not oneDNN's; the gradient of max pooling finds the largest
+values again.
 """
 
 import math
@@ -18,7 +19,11 @@ _THREAD_ELEMENTS = (256 << 10) // 4
 
 
 def workspace(
-    op: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None], threads: int
+    op: str,
+    inputs: Sequence[Shape | None],
+    outputs: Sequence[Shape | None],
+    threads: int,
+    onednn: bool = False,
 ) -> Amount:
     """Bytes that an op needs while it runs.
 
@@ -27,9 +32,10 @@ def workspace(
         inputs: shapes of its inputs; None where unknown.
         outputs: shapes of its outputs.
         threads: how many threads one op may use.
+        onednn: whether convolutions are oneDNN's.
     """
     rule = _RULES.get(op)
-    if rule is None or None in (*inputs, *outputs):
+    if rule is None or None in (*inputs, *outputs) or (onednn and op in _ONEDNN):
         return NOTHING
     known = [shape for shape in (*inputs, *outputs) if shape is not None]
     return rule(known, threads)
@@ -66,6 +72,8 @@ def _pooling_gradient(shapes: Sequence[Shape], threads: int) -> Amount:
     """Makes the pooled values again, and the place of each as a 64-bit number."""
     return Amount((4 + 8) * math.prod(shapes[1]), 0)
 
+
+_ONEDNN = ("Conv2DBackpropFilter", "Conv2DBackpropInput")
 
 _RULES: dict[str, Callable[[Sequence[Shape], int], Amount]] = {
     "Conv2DBackpropFilter": _filter_gradient,

@@ -1,5 +1,9 @@
 """What CPU kernels need while they run."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import tensorflow as tf
 
@@ -64,6 +68,38 @@ def test_gradients_of_convolutions_unfold_images(images, kernel, strides, kind):
     # The allocator may hand out up to twice what is asked for.
     assert expected <= measured + MIB
     assert measured <= 2 * expected + 8 * MIB
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_onednn_unfolds_no_images(on):
+    """By default it depends on the processor whether oneDNN is on, so a process of its own says."""
+    code = """
+import tensorflow as tf
+from tests.echo.test_workspaces import MIB, _measured
+from tf_echo import tf_internals
+x, w = tf.ones((32, 24, 24, 64)), tf.ones((3, 3, 64, 64))
+settings = {"strides": [1, 1, 1, 1], "padding": "SAME"}
+dy = tf.raw_ops.Conv2D(input=x, filter=w, **settings)
+
+def gradient(x, w, dy):
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=x, filter_sizes=w.shape, out_backprop=dy, **settings
+    )
+
+print("found", tf_internals.uses_onednn(), _measured(gradient, x, w, dy) < MIB)
+"""
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": str(int(on))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert f"found {on} {on}" in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "first"), [("Filter", (8, 16, 16, 4)), ("Input", (4,))])
+def test_gradients_of_convolutions_need_nothing_under_onednn(kind, first):
+    second = (4,) if kind == "Filter" else (3, 3, 4, 4)
+    arguments = f"Conv2DBackprop{kind}", [first, second, (8, 16, 16, 4)]
+    assert workspace(*arguments, [(3, 3, 4, 4)], threads=1).total > 0
+    assert workspace(*arguments, [(3, 3, 4, 4)], threads=1, onednn=True).total == 0
 
 
 def test_pooling_gradients_find_the_largest_again():
