@@ -2,8 +2,8 @@
 
 The CPU device is put on the BFC allocator, which also serves GPUs, and steps run on one inter-op
 thread: side by side, ops share memory differently in every run. oneDNN is off, unless
-TF_ENABLE_ONEDNN_OPTS says otherwise. Under XLA a step is one allocation,
-rounded up by far; its size is read from what the compiler says.
+TF_ENABLE_ONEDNN_OPTS says otherwise. Under XLA a step is one allocation, rounded up by far; its
+size is read from what the compiler says.
 """
 
 import contextlib

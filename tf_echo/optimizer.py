@@ -153,12 +153,12 @@ class EchoOptimizer(keras.optimizers.Optimizer):
     @property
     def plans(self) -> list[RecomputePlan]:
         """One plan for each train step traced so far, the latest last."""
-        return [planned.result() for planned in self._steps.planned]
+        return [planned.result() for planned in self._steps.plans]
 
     @property
     def plan(self) -> RecomputePlan | None:
         """The latest plan; None before the first train step."""
-        return self._steps.planned[-1].result() if self._steps.planned else None
+        return self._steps.plans[-1].result() if self._steps.plans else None
 
     def report(self, every_region: bool = False) -> str:
         """The latest plan as a table.

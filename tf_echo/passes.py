@@ -27,7 +27,7 @@ from tf_echo.graph_view import GraphView, Loop
 from tf_echo.loop_planner import LoopChoice
 from tf_echo.memory_model import Timeline, simulate
 from tf_echo.op_traits import Kind
-from tf_echo.plan import LoopPlan, RecomputePlan, RegionDecision, Share, format_bytes
+from tf_echo.plan import LoopPlan, PeakMemory, RecomputePlan, RegionDecision, Share, format_bytes
 from tf_echo.tracer import Trace
 from tf_echo.tracing import in_known_order, order_question, trace_step
 
@@ -273,14 +273,20 @@ def carry_out(trace: Trace, plan: RecomputePlan) -> Future[RecomputePlan]:
 def _predict(
     trace: Trace, plan: RecomputePlan, ask: Callable[[], list[str]] | None
 ) -> RecomputePlan:
-    """The plan with its peaks predicted once more; with `ask` None it changes nothing."""
-    scale = _scale(trace.view, plan)
-    view = in_known_order(trace.view, trace.order.result() if trace.order else [])
-    before = after = evaluation.peak_memory(view, simulate(view, scale))
-    if ask is not None:
-        view = in_known_order(carried_out(trace.view, plan).view, ask())
-        after = evaluation.peak_memory(view, simulate(view, scale))
-    plan = dataclasses.replace(plan, before=before, after=after)
+    """The plan with its peaks predicted once more, if the order is known; with `ask` None it
+    changes nothing.
+    """
+
+    def peak(view: GraphView, names: Sequence[str]) -> PeakMemory:
+        view = in_known_order(view, names)
+        return evaluation.peak_memory(view, simulate(view, _scale(trace.view, plan)))
+
+    names = trace.order.result() if trace.order else []
+    if names:
+        before = after = peak(trace.view, names)
+        if ask is not None:
+            after = peak(carried_out(trace.view, plan).view, ask())
+        plan = dataclasses.replace(plan, before=before, after=after)
     _logger.info(
         "Echo plan for %s: %d of %d regions recomputed, predicted peak %s -> %s (%.2fx).%s",
         plan.name,

@@ -127,45 +127,46 @@ def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
         with it.
     """
     found, start = {}, 0
-    needs_forward, merged = need_forward_values(view), _merged_with(view)
+    needs_forward, merged = need_forward_values(view), _last_merged(view)
     ends: list[int] = []
     for first in firsts:
         ends += [node for node in side_ends(view, start, first) if needs_forward[node]]
-        complete = [node for node in ends if merged.get(node, -1) < first]
-        found[first] = complete + _updates(view, complete, first)
-        ends = [node for node in ends if merged.get(node, -1) >= first]
+        there = [node for node in ends if merged[node] < first]
+        found[first] = there + _updates(view, there, first)
+        ends = [node for node in ends if merged[node] >= first]
         start = first
     return found
 
 
 @per_view
-def _merged_with(view: GraphView) -> dict[int, int]:
-    """For gradients of biases the last gradient of a filter that reads the same.
+def _last_merged(view: GraphView) -> list[int]:
+    """For each node the last of those that TensorFlow may merge with it, itself included.
 
     Where oneDNN is on (by default it is, on processors that it is made for), TensorFlow makes one
-    node of the two. What waits for the one must not be what the other needs: that would be a cycle.
+    node of the gradients of a bias and of a filter that read the same. What waits for the one must
+    not be what the other needs: that would be a cycle.
     """
     filters: dict[int, int] = {}
     for node in view.nodes:
         if node.op == "Conv2DBackpropFilter":
             filters.update((view.buffers[t], node.id) for t in node.inputs)
-    return {
-        node.id: filters[view.buffers[node.inputs[0]]]
-        for node in view.nodes
-        if node.op == "BiasAddGrad" and view.buffers[node.inputs[0]] in filters
-    }
+    last = list(range(len(view.nodes)))
+    for node in view.nodes:
+        if node.op == "BiasAddGrad":
+            last[node.id] = max(node.id, filters.get(view.buffers[node.inputs[0]], -1))
+    return last
 
 
 def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     """The updates of variables that need of the backward pass nothing from `end` on."""
     follows, sources, successors = _order(view)
-    merged = _merged_with(view)
+    merged = _last_merged(view)
 
     def there(node: int) -> bool:
         """Whether it is there by then; what forward nodes made may be what is recomputed."""
         if not follows[node]:
             return not holds_values(view, view.nodes[node])
-        return (node < end and merged.get(node, -1) < end) or node in done
+        return merged[node] < end or node in done
 
     done: set[int] = set()
     found = []

@@ -20,8 +20,8 @@ from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
 
 _ASKED_NODES = 10_000
-"""Above this size Grappler is not asked for the order: it would double the time of the first
-step."""
+"""Above this size Grappler is not asked for the order: it would be at work for about as long as the
+first step takes."""
 NOMINAL_BATCH_SIZE = 32
 """Taken for an open batch size while sizes are worked out; plans are judged at a multiple of it."""
 

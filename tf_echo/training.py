@@ -38,7 +38,7 @@ class StepPlanner:
 
     def __init__(self, settings: passes.Settings):
         self.settings = settings
-        self.planned: list[Future[RecomputePlan]] = []
+        self.plans: list[Future[RecomputePlan]] = []
         self._losses: weakref.WeakKeyDictionary[tf.Graph, list[str]] = weakref.WeakKeyDictionary()
         self._planned: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
         self._warned: set[str] = set()
@@ -103,7 +103,7 @@ class StepPlanner:
             )
             return
         planned = passes.carry_out(trace, plan)
-        (self.planned if self._dry is None else self._dry).append(planned)
+        (self.plans if self._dry is None else self._dry).append(planned)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

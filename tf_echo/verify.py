@@ -245,7 +245,7 @@ def _model_step(model: keras.Model, args: tuple[Any, ...]) -> Make:
             return {**(noted if values else {}), **{f"log {n}": v for n, v in logs.items()}}
 
         state = [*model.variables, *model.metrics_variables, *probe.variables]
-        return _Traceable(step, (data,), probe._steps.planned, bool(model.jit_compile), state)
+        return _Traceable(step, (data,), probe._steps.plans, bool(model.jit_compile), state)
 
     return make
 

@@ -74,6 +74,7 @@ def _pooling_gradient(shapes: Sequence[Shape], threads: int) -> Amount:
 
 
 _ONEDNN = ("Conv2DBackpropFilter", "Conv2DBackpropInput")
+"""Ops that need nothing where oneDNN has the kernel."""
 
 _RULES: dict[str, Callable[[Sequence[Shape], int], Amount]] = {
     "Conv2DBackpropFilter": _filter_gradient,

@@ -200,10 +200,16 @@ def test_a_graph_that_grappler_does_not_take_is_ordered_by_rule(monkeypatch):
     assert len(view.execution_order) == len(view.nodes)
 
 
-def test_grappler_is_not_asked_for_a_trace_that_is_repeated_before_it_runs(monkeypatch):
-    asked = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows whenever Grappler is asked."""
+    found: list[int] = []
     optimize = tf_internals.optimize
-    monkeypatch.setattr(tf_internals, "optimize", lambda *a: (asked.append(1), optimize(*a))[1])
+    monkeypatch.setattr(tf_internals, "optimize", lambda *a: (found.append(1), optimize(*a))[1])
+    return found
+
+
+def test_grappler_is_not_asked_for_a_trace_that_is_repeated_before_it_runs(asked):
     model = small.compiled(lambda: tf_echo.EchoOptimizer("adam", policy="none"), build=False)
     model.fit(small.dataset(), verbose=0)
     # The first trace creates the optimizer's variables.
@@ -280,18 +286,17 @@ def test_training_does_not_wait_for_the_order(monkeypatch):
 
     monkeypatch.setattr(tf_internals, "optimize", optimize)
     model = small.compiled(lambda: tf_echo.EchoOptimizer("adam"))
-    model.fit(small.dataset(), verbose=0)
-    planned = model.optimizer._steps.planned
-    assert planned
-    assert not any(plan.done() for plan in planned)
-    ends.set()
+    try:
+        model.fit(small.dataset(), verbose=0)
+        plans = model.optimizer._steps.plans
+        assert plans
+        assert not any(plan.done() for plan in plans)
+    finally:
+        ends.set()  # The process would wait for it at its end.
     assert model.optimizer.plan.recomputed
 
 
-def test_a_plan_that_changes_nothing_predicts_one_peak(monkeypatch):
-    optimize = tf_internals.optimize
-    asked = []
-    monkeypatch.setattr(tf_internals, "optimize", lambda *a: (asked.append(1), optimize(*a))[1])
+def test_a_plan_that_changes_nothing_predicts_one_peak(asked):
     model = small.compiled(lambda: tf_echo.EchoOptimizer("sgd", policy="none"))
     plan = tf_echo.explain(model, *small.one_batch())
     assert plan.before == plan.after

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_echo.graph_view import parse_view
 from tf_echo.memory_model import simulate
-from tf_echo.workspaces import workspace
+from tf_echo.workspaces import Shape, workspace
 
 MIB = 2**20
 
@@ -28,6 +28,26 @@ def _measured(function, *inputs: tf.Tensor) -> int:
     return min(needed)
 
 
+def _measured_gradient(
+    kind: str, images: Shape, kernel: Shape, strides: Shape
+) -> tuple[int, Shape]:
+    """The same of a gradient of a convolution, and the shape of the gradients that it reads."""
+    x, w = tf.ones(images), tf.ones(kernel)
+    settings = {"strides": [1, *strides, 1], "padding": "SAME"}
+    dy = tf.raw_ops.Conv2D(input=x, filter=w, **settings)
+
+    def gradient(x, w, dy):
+        if kind == "Filter":
+            return tf.raw_ops.Conv2DBackpropFilter(
+                input=x, filter_sizes=w.shape, out_backprop=dy, **settings
+            )
+        return tf.raw_ops.Conv2DBackpropInput(
+            input_sizes=x.shape, filter=w, out_backprop=dy, **settings
+        )
+
+    return _measured(gradient, x, w, dy), tuple(dy.shape)
+
+
 @pytest.mark.parametrize(
     ("images", "kernel", "strides"),
     [
@@ -39,30 +59,13 @@ def _measured(function, *inputs: tf.Tensor) -> int:
 )
 @pytest.mark.parametrize("kind", ["Filter", "Input"])
 def test_gradients_of_convolutions_unfold_images(images, kernel, strides, kind):
-    x, w = tf.ones(images), tf.ones(kernel)
-    settings = {"strides": [1, *strides, 1], "padding": "SAME"}
-    dy = tf.raw_ops.Conv2D(input=x, filter=w, **settings)
+    measured, gradients = _measured_gradient(kind, images, kernel, strides)
     if kind == "Filter":
-        sizes, read, made = (4,), x.shape, w.shape
-
-        def gradient(x, w, dy):
-            return tf.raw_ops.Conv2DBackpropFilter(
-                input=x, filter_sizes=w.shape, out_backprop=dy, **settings
-            )
-
-        inputs = [tuple(read), sizes, tuple(dy.shape)]
+        inputs, made = [images, (4,), gradients], kernel
     else:
-        sizes, read, made = (4,), w.shape, x.shape
-
-        def gradient(x, w, dy):
-            return tf.raw_ops.Conv2DBackpropInput(
-                input_sizes=x.shape, filter=w, out_backprop=dy, **settings
-            )
-
-        inputs = [sizes, tuple(read), tuple(dy.shape)]
+        inputs, made = [(4,), kernel, gradients], images
     # The tests give TensorFlow one thread.
-    expected = workspace(f"Conv2DBackprop{kind}", inputs, [tuple(made)], threads=1).total
-    measured = _measured(gradient, x, w, dy)
+    expected = workspace(f"Conv2DBackprop{kind}", inputs, [made], threads=1).total
     if kind == "Input" and measured < MIB:
         return  # done without unfolding
     # The allocator may hand out up to twice what is asked for.
@@ -74,19 +77,10 @@ def test_gradients_of_convolutions_unfold_images(images, kernel, strides, kind):
 def test_onednn_unfolds_no_images(on):
     """By default it depends on the processor whether oneDNN is on, so a process of its own says."""
     code = """
-import tensorflow as tf
-from tests.echo.test_workspaces import MIB, _measured
+from tests.echo.test_workspaces import MIB, _measured_gradient
 from tf_echo import tf_internals
-x, w = tf.ones((32, 24, 24, 64)), tf.ones((3, 3, 64, 64))
-settings = {"strides": [1, 1, 1, 1], "padding": "SAME"}
-dy = tf.raw_ops.Conv2D(input=x, filter=w, **settings)
-
-def gradient(x, w, dy):
-    return tf.raw_ops.Conv2DBackpropFilter(
-        input=x, filter_sizes=w.shape, out_backprop=dy, **settings
-    )
-
-print("found", tf_internals.uses_onednn(), _measured(gradient, x, w, dy) < MIB)
+measured, _ = _measured_gradient("Filter", (32, 24, 24, 64), (3, 3, 64, 64), (1, 1))
+print("found", tf_internals.uses_onednn(), measured < MIB)
 """
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": str(int(on))}
     command = [sys.executable, "-c", code]
