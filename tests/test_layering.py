@@ -16,7 +16,7 @@ ECHO_LAYERS = (
     ("memory_model", "cost_model", "plan"),
     ("gating", "report", "loop_memory", "exclusion"),
     ("scheduling", "packing"),
-    ("regions", "evaluation", "loop_evaluation"),
+    ("regions", "early", "evaluation", "loop_evaluation"),
     ("planner", "loop_planner"),
     ("tf_internals", "loop_internals"),
     ("nominal_shapes", "tracer", "grappler_order", "tracing", "measuring"),
@@ -71,7 +71,7 @@ LAYERS = {"tf_echo": ECHO_LAYERS, "tf_scratchpipe": SCRATCHPIPE_LAYERS}
 WITHOUT_TENSORFLOW = {
     "tf_echo": """
         executor_order graph_view op_traits workspaces regions memory_model cost_model planner plan
-        evaluation gating scheduling packing report loop_memory loop_evaluation loop_planner
+        early evaluation gating scheduling packing report loop_memory loop_evaluation loop_planner
         exclusion
     """.split(),
     "tf_scratchpipe": """

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tf_echo import gating, packing, scheduling
+from tf_echo import early, gating, packing, scheduling
 from tf_echo.graph_view import GraphView, Node, ViewBuilder
 from tf_echo.memory_model import Timeline, simulate
 from tf_echo.plan import PackedResidual, PeakMemory, RegionDecision
@@ -61,12 +61,14 @@ class Schedule:
 
     sums: tuple[str, ...] = ()
     bits: tuple[PackedResidual, ...] = ()
+    waits: tuple[str, ...] = ()
 
 
 def schedule_of(view: GraphView) -> Schedule:
-    """Everything of the kind that may be done to a view."""
+    """Everything of the kind that may be done to a view, but for bits."""
     names = [node.name for node in view.nodes]
-    return Schedule(tuple(names[n] for n in scheduling.running_sums(view)))
+    sums = tuple(names[n] for n in scheduling.running_sums(view))
+    return Schedule(sums, waits=tuple(names[n] for n in early.worthwhile(view)))
 
 
 def rewire(
@@ -159,8 +161,9 @@ class _Rewiring:
                 self.due.setdefault(min(readers), []).append((decision, nodes))
         self.waits = {} if in_loop else scheduling.waits(view, sorted(self.due))
         self.after: dict[int, list[int]] = {}
-        if (self.due or self.removed or schedule.bits) and not in_loop:
-            for first, second in scheduling.put_offs(view):
+        if (self.due or schedule != Schedule()) and not in_loop:
+            put_offs = scheduling.put_offs(view) + early.waits(view, schedule.waits)
+            for first, second in put_offs:
                 self.after.setdefault(second, []).append(first)
         self._note_sums([view.by_name[n] for n in schedule.sums])
 
@@ -255,7 +258,7 @@ class _Rewiring:
                     self._place(self.view.tensors[tensor].node)
             inputs = [self._source(node, t) for t in node.inputs]
             before = (*node.control_inputs, *self.after.get(number, ()))
-            control = [self._place(c) for c in before if c not in self.removed]
+            control = [self._place(c) for c in before if c not in self.removed or c in self.places]
             control += [self._sum_node(*which) for which in self.sum_waits.get(number, ())]
             added = self._add(node, node.name, inputs, control, node.backward, -1)
             self.places[number] = added.id

@@ -81,7 +81,8 @@ class EchoOptimizer(keras.optimizers.Optimizer):
             (running ops again), `"heavy"` (doing so where the gradient of a compute-heavy op reads
             the result), `"masks"` (drawing random numbers again), `"bits"` (keeping one bit of an
             element of dropout masks and of ReLUs, where that is all that gradients ask for),
-            `"sums"` (building up sums of gradients term by term), `"order"` (running iterations of
+            `"sums"` (building up sums of gradients term by term), `"waits"` (letting derivatives
+            wait for the gradients that they are multiplied with), `"order"` (running iterations of
             loops one by one).
         name: a name for the optimizer; that of the inner one by default.
 

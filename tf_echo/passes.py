@@ -45,10 +45,10 @@ _MERGED_NODES = 10_000
 """Above this size the second partition is not tried: it would double the time to plan."""
 
 
-TECHNIQUES = ("recompute", "heavy", "masks", "bits", "sums", "order")
+TECHNIQUES = ("recompute", "heavy", "masks", "bits", "sums", "waits", "order")
 """What policy "echo" does: run ops again, also those that gradients of heavy ops read, and those
 that draw random numbers; keep one bit of an element where that is enough; build up sums term by
-term; run iterations one by one."""
+term; let derivatives wait for gradients; run iterations one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,7 @@ def plan_view(
         batch_size,
         choice.schedule.sums,
         choice.schedule.bits,
+        choice.schedule.waits,
         tuple(loops),
         note=note,
     )
@@ -105,16 +106,14 @@ def plan_view(
 def _shares(view: GraphView, plan: RecomputePlan, scale: float) -> tuple[Share, ...]:
     """What the peak would be without each part of a plan."""
     schedule = _schedule(plan)
-    parts = {
-        "bits": (len(plan.bits), dataclasses.replace(schedule, bits=())),
-        "sums": (len(plan.sums), dataclasses.replace(schedule, sums=())),
-    }
-    planned = (
-        loop_evaluation.planned(view, plan.loops) if any(c for c, _ in parts.values()) else view
-    )
+    if schedule == evaluation.Schedule():
+        return ()
+    planned = loop_evaluation.planned(view, plan.loops)
     found = []
-    for technique, (count, without) in parts.items():
+    for technique in ("bits", "sums", "waits"):
+        count = len(getattr(schedule, technique))
         if count:
+            without = dataclasses.replace(schedule, **{technique: ()})
             less = evaluation.rewire(planned, plan.decisions, without).view
             peak = simulate(less, scale).peak_bytes
             found.append(Share(technique, count, peak - plan.after.total_bytes))
@@ -122,7 +121,7 @@ def _shares(view: GraphView, plan: RecomputePlan, scale: float) -> tuple[Share, 
 
 
 def _schedule(plan: RecomputePlan) -> evaluation.Schedule:
-    return evaluation.Schedule(plan.sums, plan.bits)
+    return evaluation.Schedule(plan.sums, plan.bits, plan.waits)
 
 
 def _decide(
@@ -153,9 +152,8 @@ def _decide(
         return [policy.solve(part, regions, cost, run, packs, past_heavy) for regions in found]
 
     schedule = evaluation.schedule_of(view) if tidied else evaluation.Schedule()
-    schedule = evaluation.Schedule(
-        () if "sums" in settings.without else schedule.sums,
-    )
+    left_out = {part: () for part in ("sums", "waits") if part in settings.without}
+    schedule = dataclasses.replace(schedule, **left_out)
 
     def best(part: GraphView) -> evaluation.Choice:
         run = times(part)
@@ -265,7 +263,7 @@ def carry_out(trace: Trace, plan: RecomputePlan) -> Future[RecomputePlan]:
     with paused_collector():
         rewriter.rewrite(trace, plan)
         loops = any(loop.recompute for loop in plan.loops)
-        changed = bool(plan.recomputed or plan.sums or plan.bits or loops)
+        changed = loops or rewriter.changes(plan)
         ask = order_question(trace) if changed else None
     return beside(lambda: _predict(trace, plan, ask))
 

@@ -134,7 +134,7 @@ class Share:
     """What one part of a plan, other than recomputing, does for the peak."""
 
     technique: str
-    """`"bits"` or `"sums"`; see `EchoOptimizer`'s `without`."""
+    """`"bits"`, `"sums"` or `"waits"`; see `EchoOptimizer`'s `without`."""
     count: int
     """How often it is used."""
     saved_bytes: int
@@ -183,6 +183,9 @@ class RecomputePlan:
     """Names of AddN ops of the backward pass that add up their terms one by one instead."""
     bits: tuple[PackedResidual, ...] = ()
     """Of which tensors one bit an element is kept."""
+    waits: tuple[str, ...] = ()
+    """Names of ops of the backward pass, made of forward values alone, that wait for the upstream
+    gradient."""
     loops: tuple[LoopPlan, ...] = ()
     """The while loops whose gradients the step takes."""
     shares: tuple[Share, ...] = ()
@@ -225,8 +228,8 @@ class RecomputePlan:
                 "shares": tuple(Share(**share) for share in fields["shares"]),
             }
             peaks = {key: PeakMemory(**fields[key]) for key in ("before", "after")}
-            sums = tuple(fields["sums"])
-            return cls(**{**fields, **peaks, "sums": sums, **decisions})
+            names = {key: tuple(fields[key]) for key in ("sums", "waits")}
+            return cls(**{**fields, **peaks, **names, **decisions})
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"`text` must be what `RecomputePlan.to_json` returned. Received: {text[:80]!r}"

@@ -34,6 +34,7 @@ def report(plan: RecomputePlan, every_region: bool = False) -> str:
 _DOES = {
     "bits": "Of {count} tensors one bit an element is kept, {released} -> {kept} MiB",
     "sums": "{count} sums of gradients are built up term by term",
+    "waits": "{count} derivatives wait for the gradient that they are multiplied with",
 }
 
 

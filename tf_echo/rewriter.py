@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tf_echo import (
+    early,
     gating,
     loop_evaluation,
     loop_rewriter,
@@ -48,7 +49,7 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     trace = check(trace, plan)
     for loop_plan, loop in _loops(trace, plan.loops):
         loop_rewriter.rewrite_loop(loop, loop_plan)
-    if not any((plan.recomputed, plan.sums, plan.bits)):
+    if not changes(plan):
         return
     # What is left out of the view must not go on reading what is recomputed for the rest.
     for tensor, other in trace.left_out:
@@ -59,8 +60,13 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     added = frozenset(trace.graph.get_operations()[known:])
     for residual in plan.bits:
         packer.keep_bits(trace, residual, _gradient(trace, residual.gate, totals), added)
-    for first, second in scheduling.put_offs(trace.view):
-        tf_internals.wait_for(trace.operations[second], trace.operations[first])
+    for first, second in scheduling.put_offs(trace.view) + early.waits(trace.view, plan.waits):
+        tf_internals.wait_for(trace.operations[second], _operation(trace, first, totals))
+
+
+def changes(plan: RecomputePlan) -> bool:
+    """Whether a plan changes anything but loops."""
+    return any((plan.recomputed, plan.sums, plan.bits, plan.waits))
 
 
 def check(trace: Trace, plan: RecomputePlan) -> Trace:
@@ -75,6 +81,7 @@ def check(trace: Trace, plan: RecomputePlan) -> Trace:
     for decision in plan.recomputed:
         _check(trace, decision)
     _check_sums(trace, plan.sums)
+    _check_waits(trace, plan.waits)
     for residual in plan.bits:
         _check_bits(trace, residual, plan.recomputed)
     return trace
@@ -126,9 +133,14 @@ def _recompute(trace: Trace, plan: RecomputePlan, totals: dict[int, tf.Tensor]) 
     for decision in plan.recomputed:
         start = firsts[decision.region]
         if start is not None:
-            ready = [totals[n].op if n in totals else trace.operations[n] for n in waits[start]]
+            ready = [_operation(trace, n, totals) for n in waits[start]]
             gate = Gate(_gradient(trace, decision.gate, totals), ready)
             _Region(trace, decision, gate).rewrite()
+
+
+def _operation(trace: Trace, node: int, totals: Mapping[int, tf.Tensor]) -> tf.Operation:
+    """The operation of a node; where it is a sum that was replaced, what replaces it."""
+    return totals[node].op if node in totals else trace.operations[node]
 
 
 def _gradient(trace: Trace, name: str, totals: Mapping[int, tf.Tensor]) -> tf.Tensor:
@@ -142,6 +154,16 @@ def _check_sums(trace: Trace, names: Sequence[str]) -> None:
     for name in names:
         if name not in trace.view.by_name or trace.view.node(name).op != "AddN":
             raise PlanMismatchError(f"The plan names {name!r}, which is no AddN of this graph.")
+
+
+def _check_waits(trace: Trace, names: Sequence[str]) -> None:
+    known = early.gates(trace.view)
+    for name in names:
+        if trace.view.by_name.get(name) not in known:
+            raise PlanMismatchError(
+                f"The plan lets {name!r} wait, which is no op of this graph that gradients make of "
+                "forward values alone."
+            )
 
 
 def _readers(trace: Trace, decision: RegionDecision) -> list[int]:

@@ -127,7 +127,7 @@ def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
         with it.
     """
     found, start = {}, 0
-    needs_forward, merged = need_forward_values(view), _last_merged(view)
+    needs_forward, merged = need_forward_values(view), last_merged(view)
     ends: list[int] = []
     for first in firsts:
         ends += [node for node in side_ends(view, start, first) if needs_forward[node]]
@@ -139,7 +139,7 @@ def waits(view: GraphView, firsts: Sequence[int]) -> dict[int, list[int]]:
 
 
 @per_view
-def _last_merged(view: GraphView) -> list[int]:
+def last_merged(view: GraphView) -> list[int]:
     """For each node the last of those that TensorFlow may merge with it, itself included.
 
     Where oneDNN is on (by default it is, on processors that it is made for), TensorFlow makes one
@@ -160,7 +160,7 @@ def _last_merged(view: GraphView) -> list[int]:
 def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     """The updates of variables that need of the backward pass nothing from `end` on."""
     follows, sources, successors = _order(view)
-    merged = _last_merged(view)
+    merged = last_merged(view)
 
     def there(node: int) -> bool:
         """Whether it is there by then; what forward nodes made may be what is recomputed."""
@@ -284,13 +284,13 @@ def _states_last(view: GraphView) -> list[tuple[int, int]]:
             and max(sizes) >= _MIN_STATE_BYTES
         ):
             users = [c for t in node.outputs for c in view.consumers[t] if upstream[c]]
-            gradient = _gradient_before(view, users, node.id, upstream)
+            gradient = gradient_before(view, users, node.id, upstream)
             if gradient is not None:
                 found.append((gradient, node.id))
     return found
 
 
-def _gradient_before(
+def gradient_before(
     view: GraphView, users: Sequence[int], end: int, upstream: Sequence[bool]
 ) -> int | None:
     """The last of the gradients before a node that later nodes are made of."""

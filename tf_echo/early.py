@@ -1,0 +1,117 @@
+"""What gradients make of forward values alone waits for the upstream gradient.
+
+The gradients of softplus and of GELU begin like that: the derivative is there before what it is
+multiplied with. TensorFlow's executor may make it in the forward pass, and it would be held until
+the gradient comes. Waiting changes no value and takes no time.
+"""
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from tf_echo import gating, op_traits, regions, scheduling
+from tf_echo.graph_view import GraphView, per_view
+from tf_echo.op_traits import Kind
+
+_MIN_BYTES = 1 << 10
+"""Smaller tensors are left alone."""
+
+
+@per_view
+def gates(view: GraphView) -> dict[int, int]:
+    """The nodes that begin what gradients make of forward values alone, each with the upstream
+    gradient that it may wait for.
+
+    That is no elementwise op: Grappler would no longer multiply in the order that it likes best,
+    and results would be rounded in another way.
+    """
+    early, users = _early(view), _users(view)
+    merged, upstream = scheduling.last_merged(view), gating.follows_gradient(view)
+    found = {}
+    for node in view.nodes:
+        begins = early[node.id] and not any(early[s] for s in view.sources[node.id])
+        if begins and users[node.id] >= 0:
+            gradient = scheduling.gradient_before(view, [users[node.id]], node.id, upstream)
+            while gradient is not None and view.kinds[gradient] is Kind.ELEMENTWISE:
+                gradient = max((s for s in view.sources[gradient] if upstream[s]), default=None)
+            # What TensorFlow merges with the gradient must not need the node.
+            if gradient is not None and merged[gradient] < node.id:
+                found[node.id] = gradient
+    return found
+
+
+def worthwhile(view: GraphView) -> list[int]:
+    """Those of `gates` that had better wait: what is smaller than all that is held for it, a mask
+    say, does not.
+    """
+    found = gates(view)
+    return sorted(
+        node
+        for group in _groups(view)
+        if _is_worth_waiting(view, group)
+        for node in group
+        if node in found
+    )
+
+
+def waits(view: GraphView, names: Iterable[str]) -> list[tuple[int, int]]:
+    """Pairs (a gradient, the node of that name that is to wait for it)."""
+    found = gates(view)
+    nodes = [view.by_name[name] for name in names]
+    return [(found[node], node) for node in nodes if node in found]
+
+
+@per_view
+def _early(view: GraphView) -> list[bool]:
+    """Which nodes of the backward pass need forward values, but no gradient."""
+    upstream, needs_forward = gating.follows_gradient(view), gating.need_forward_values(view)
+    return [
+        needs_forward[node.id] and not upstream[node.id] and op_traits.is_replayable(node.op)
+        for node in view.nodes
+    ]
+
+
+def _users(view: GraphView) -> list[int]:
+    """For each node the first that multiplies a gradient with it or what follows from it, say;
+    -1 if there is none.
+    """
+    early, upstream = _early(view), gating.follows_gradient(view)
+    users = [-1] * len(view.nodes)
+    for node in reversed(view.nodes):
+        user = node.id if upstream[node.id] else users[node.id] if early[node.id] else -1
+        for source in view.sources[node.id] if user >= 0 else ():
+            users[source] = user if users[source] < 0 else min(users[source], user)
+    return users
+
+
+def _groups(view: GraphView) -> list[list[int]]:
+    """Early nodes that make one another."""
+    early = _early(view)
+    nodes = [node.id for node in view.nodes if early[node.id]]
+    pairs = [(source, n) for n in nodes for source in view.sources[n] if early[source]]
+    groups = collections.defaultdict(list)
+    for node, group in regions.joined(nodes, pairs).items():
+        groups[group].append(node)
+    return list(groups.values())
+
+
+def _is_worth_waiting(view: GraphView, group: Sequence[int]) -> bool:
+    """Whether the results are larger than what is held for nothing else."""
+    members = set(group)
+    nodes = [view.nodes[number] for number in group]
+    made = {t for node in nodes for t in node.outputs if view.buffers[t] == t}
+    read = {view.buffers[t] for node in nodes for t in node.inputs if not view.is_source(t)}
+
+    def size(roots: set[int], needed: bool) -> int:
+        readers = _readers(view)
+        return sum(view.tensors[r].nbytes for r in roots if bool(readers[r] - members) is needed)
+
+    return size(made, True) >= max(size(read - made, False), _MIN_BYTES)
+
+
+@per_view
+def _readers(view: GraphView) -> dict[int, set[int]]:
+    """For each buffer the backward nodes that read what is in it."""
+    found: dict[int, set[int]] = collections.defaultdict(set)
+    for tensor, root in enumerate(view.buffers):
+        found[root].update(gating.backward_readers(view, tensor))
+    return found
