@@ -41,8 +41,8 @@ class Result:
     spread: float
     """(highest - lowest) / median of the steps' peaks."""
     requested_bytes: float
-    """The same peak by what one step asked for, where the allocator hands out up to twice that,
-    and what it had handed out before; 0 under XLA."""
+    """The same peak by what variables and one step asked for, where the allocator hands out up to
+    twice that; 0 under XLA."""
     step_seconds: float
     """Median over the steps."""
     first_step_seconds: float
@@ -179,6 +179,7 @@ def train(
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == workload.steps:
                 profile.close()
+                requests.forget_surplus([*self.model.variables, *self.model.optimizer.variables])
                 return
             # What `fit` returns is not the loss where the model has a `train_step` of its own.
             self.loss = logs["loss"]

@@ -6,11 +6,14 @@ prediction can only be of what is asked for.
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+
+_Event = tuple[bool, dict[str, Any]]
+"""Whether it allocates, and what it says."""
 
 
 class Requests:
@@ -28,23 +31,52 @@ class Requests:
     def recorded(self) -> Iterator[None]:
         """Profiles what is done meanwhile."""
         device = "GPU:0" if self._on_gpu else "CPU:0"
+        before = tf.config.experimental.get_memory_info(device)["current"]
+        events: list[_Event] = []
+        with self._profiled(events):
+            yield
+        live: dict[Any, int] = {}
+        current = highest = 0
+        for allocates, found in events:
+            if allocates:
+                live[found["addr"]] = found["requested_bytes"]
+                current += found["requested_bytes"]
+            else:
+                current -= live.pop(found["addr"], found["requested_bytes"])
+            highest = max(highest, current)
+        self.peak_bytes = before + highest
+
+    def forget_surplus(self, variables: Iterable[Any]) -> None:
+        """Takes off what was handed out for variables beyond what they had asked for.
+
+        Each is written once more, so that what it held so far is given back.
+        """
+        events: list[_Event] = []
+        with self._profiled(events):
+            for variable in variables:
+                variable.assign(variable.numpy())
+        made = set()
+        for allocates, found in events:
+            if allocates:
+                made.add(found["addr"])
+            elif found["addr"] not in made:
+                self.peak_bytes -= found["allocation_bytes"] - found["requested_bytes"]
+
+    @contextlib.contextmanager
+    def _profiled(self, events: "list[_Event]") -> Iterator[None]:
+        """Notes what is allocated and given back meanwhile."""
+        from tensorflow.tsl.profiler.protobuf import xplane_pb2  # public in no other way
+
         options = tf.profiler.experimental.ProfilerOptions(host_tracer_level=2)
         with tempfile.TemporaryDirectory() as folder:
-            before = tf.config.experimental.get_memory_info(device)["current"]
             tf.profiler.experimental.start(folder, options)
             try:
                 yield
             finally:
                 tf.profiler.experimental.stop()
             (profile,) = Path(folder).rglob("*.xplane.pb")
-            self.peak_bytes = before + self._highest(profile.read_bytes())
-
-    def _highest(self, profile: bytes) -> int:
-        """The most that is asked for at once, less what was there in the beginning."""
-        from tensorflow.tsl.profiler.protobuf import xplane_pb2  # public in no other way
-
-        space = xplane_pb2.XSpace.FromString(profile)
-        events = sorted(
+            space = xplane_pb2.XSpace.FromString(profile.read_bytes())
+        found = sorted(
             (
                 (line.timestamp_ns * 1000 + event.offset_ps, *_change(plane, event))
                 for plane in space.planes
@@ -54,18 +86,11 @@ class Requests:
             ),
             key=lambda event: event[0],
         )
-        live: dict[Any, int] = {}
-        current = highest = 0
-        for _, allocates, found in events:
-            if found["allocator_name"].startswith("GPU") != self._on_gpu:
-                continue
-            if allocates:
-                live[found["addr"]] = found["requested_bytes"]
-                current += found["requested_bytes"]
-            else:
-                current -= live.pop(found["addr"], found["requested_bytes"])
-            highest = max(highest, current)
-        return highest
+        events += [
+            (allocates, change)
+            for _, allocates, change in found
+            if change["allocator_name"].startswith("GPU") is self._on_gpu
+        ]
 
 
 def _change(plane: Any, event: Any) -> tuple[bool, dict[str, Any]]:

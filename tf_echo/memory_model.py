@@ -12,6 +12,7 @@ workspace is not modelled, nor what an allocator hands out beyond what is asked 
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 from tf_echo.graph_view import GraphView, Node
 from tf_echo.op_traits import Kind
@@ -148,21 +149,29 @@ class _Simulation:
                 self._free(root, step)
 
     def _allocate(self, node: Node, step: int) -> None:
-        elementwise = self.view.kinds[node.id] is Kind.ELEMENTWISE
-        place = 0 if elementwise else _WRITES_OVER_INPUT.get(node.op, -1)
-        over = node.outputs[place] if 0 <= place < len(node.outputs) else None
-        reused = None if over is None else self._dying_input(node, over)
+        written = self._written_over(node)
         for tensor in node.outputs:
+            reused = self._dying_input(written.get(tensor, ()), tensor)
             self.born[tensor] = step
-            if tensor == over and reused is not None:
+            if reused is not None:
                 self.owned[reused] = False
                 self.died[reused] = step - 1
             else:
                 self.current += self.sizes[tensor]
 
-    def _dying_input(self, node: Node, output: int) -> int | None:
+    def _written_over(self, node: Node) -> dict[int, Sequence[int]]:
+        """For outputs the inputs whose memory they may take, if nobody else will read those."""
+        kind = self.view.kinds[node.id]
+        if kind is Kind.CONTROL_FLOW:
+            # Loops replace the items of their lists one by one.
+            pairs = zip(node.outputs, node.inputs, strict=False)
+            return {o: (i,) for o, i in pairs if self.view.tensors[o].dtype == "variant"}
+        place = 0 if kind is Kind.ELEMENTWISE else _WRITES_OVER_INPUT.get(node.op, -1)
+        return {o: node.inputs for p, o in enumerate(node.outputs) if p == place}
+
+    def _dying_input(self, inputs: Sequence[int], output: int) -> int | None:
         tensors = self.view.tensors
-        for tensor in node.inputs:
+        for tensor in inputs:
             root = self.roots[tensor]
             same = (
                 self.sizes[root] == self.sizes[output]

@@ -165,12 +165,15 @@ TRAITS: dict[str, Traits] = {
     for name in names.split()
 }
 _UNKNOWN = Traits(Kind.UNKNOWN)
-_VIEWS = frozenset(name for name, traits in TRAITS.items() if traits.kind is Kind.VIEW)
+FOLDED_TRANSPOSE = "Transpose(folded)"
+"""A transpose of matrices that only products read: they read what it reads instead."""
+_ALL = {**TRAITS, FOLDED_TRANSPOSE: Traits(Kind.VIEW, 0.0, _gate_inputs("Transpose"))}
+_VIEWS = frozenset(name for name, traits in _ALL.items() if traits.kind is Kind.VIEW)
 
 
 def traits_of(op: str) -> Traits:
     """The traits of an op type; kind UNKNOWN for one that is not listed."""
-    return TRAITS.get(op, _UNKNOWN)
+    return _ALL.get(op, _UNKNOWN)
 
 
 def is_view(op: str) -> bool:

@@ -24,6 +24,7 @@ from tf_echo.op_traits import Kind
 _MERGED = op_traits.REPLAYABLE | {Kind.METADATA, Kind.HEAVY}
 _KEPT_APART = frozenset(("AddN", "TensorListGetItem"))
 """What plans name by its operation."""
+_PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"))
 _UNIFORM = frozenset(("Fill", "ZerosLike", "OnesLike"))
 _LARGE_CONSTANT = 64
 """Elements from which it would take long to compare constants."""
@@ -228,6 +229,8 @@ class Tracer:
             kind = "TensorListGetItem(changing)"
         if self.around is None and self._is_uniform(operation):
             kind, inputs = "Const", []
+        if self.around is None and _is_folded(operation):
+            kind = op_traits.FOLDED_TRANSPOSE
         self._add(operation, kind, inputs, backward, created, after)
 
     def _pass_on(self, operation: tf.Operation, inputs: Sequence[int], backward: bool) -> None:
@@ -309,7 +312,16 @@ class Tracer:
         workspace = NOTHING
         if self._threads:
             read = [self._shapes[number] for number in inputs]
-            workspace = workspaces.workspace(kind, read, shapes, self._threads, self._onednn)
+            einsum = kind == "Einsum"
+            workspace = workspaces.workspace(
+                kind,
+                read,
+                shapes,
+                self._threads,
+                self._onednn,
+                operation.get_attr("equation").decode() if einsum else "",
+                operation.outputs[0].dtype.size if einsum else 4,
+            )
         node = self.builder.add(name, kind, inputs, sizes, control, backward, workspace, created)
         self._shapes += [*shapes, *[None] * extra]
         self._nodes[operation] = node.id
@@ -560,6 +572,23 @@ def in_order(
                 done.add(operation)
                 ordered.append(operation)
     return ordered
+
+
+def _is_folded(operation: tf.Operation) -> bool:
+    """Whether it transposes matrices for products alone, which then read them as they are."""
+    if operation.type != "Transpose":
+        return False
+    order = tf.get_static_value(operation.inputs[1])
+    if order is None or len(order) < 2:
+        return False
+    *kept, last, before = order
+    readers = operation.outputs[0].consumers()
+    return (
+        kept == list(range(len(kept)))
+        and (last, before) == (len(kept) + 1, len(kept))
+        and bool(readers)
+        and all(reader.type in _PRODUCTS for reader in readers)
+    )
 
 
 def _threads() -> int:

@@ -19,7 +19,7 @@ from tf_echo.nominal_shapes import NominalShapes
 from tf_echo.op_traits import Kind, traits_of
 from tf_echo.tracer import Trace, Tracer, in_order
 
-_ASKED_NODES = 10_000
+_ASKED_NODES = 20_000
 """Above this size Grappler is not asked for the order: it would be at work for about as long as the
 first step takes."""
 NOMINAL_BATCH_SIZE = 32

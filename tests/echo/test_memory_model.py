@@ -56,6 +56,24 @@ def peak_kib(text: str, scale: float = 1.0, weight_bytes: int = 0) -> float:
             1 + 8 + 8,
         ),
         (
+            "a loop replaces the items of a list that nobody else reads",
+            "x = Placeholder [1KiB]\nl = ZerosLike x [8KiB variant]\nn = Neg x [1KiB]\n"
+            "w = While n l [1KiB, 8KiB variant]",
+            1 + 1 + 1 + 8,
+        ),
+        (
+            "but not those of a list that is read once more",
+            "x = Placeholder [1KiB]\nl = ZerosLike x [8KiB variant]\nn = Neg x [1KiB]\n"
+            "w = While n l [1KiB, 8KiB variant]\nm = While w l [1KiB, 8KiB variant]",
+            1 + 1 + 1 + 8 + 8,
+        ),
+        (
+            "nor in the place of another list",
+            "x = Placeholder [1KiB]\nl = ZerosLike x [8KiB variant]\nn = Neg x [1KiB]\n"
+            "w = While n l [8KiB variant, 1KiB]",
+            1 + 1 + 1 + 8 + 8,
+        ),
+        (
             "all terms of a sum are there at once",
             "x = Placeholder [1KiB]\n"
             + "\n".join(f"m{i} = MatMul x x [4KiB]" for i in range(5))

@@ -1,16 +1,29 @@
 """Which ops of a train step count as forward and which as backward."""
 
+from collections.abc import Callable
+
 import keras
+import pytest
 import tensorflow as tf
 
-from tf_echo import gating, memory_model, scheduling, tracing
+from tf_echo import gating, memory_model, op_traits, scheduling, tracing
 from tf_echo.graph_view import GraphView
+from tf_echo.tracer import Trace
 
 L = keras.layers
 
 
 def traced(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> GraphView:
-    views: list[GraphView] = []
+    return traced_and_asked(model, optimizer, lambda trace: [])[0]
+
+
+def traced_and_asked(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    ask: Callable[[Trace], list[str]] = lambda trace: tracing.order_question(trace)(),
+) -> tuple[GraphView, list[str]]:
+    """A step's view, and the names of the operations that Grappler leaves in it."""
+    found: list[tuple[GraphView, list[str]]] = []
     optimizer.build(model.trainable_variables)
 
     @tf.function(autograph=False)
@@ -19,11 +32,12 @@ def traced(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> GraphVi
             loss = tf.reduce_mean(model(x, training=True) ** 2)
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
-        views.append(tracing.trace_step([loss], tracing.flat_gradients(gradients)).view)
+        trace = tracing.trace_step([loss], tracing.flat_gradients(gradients))
+        found.append((trace.view, ask(trace)))
         return loss
 
     step.get_concrete_function(tf.TensorSpec((16, *model.input_shape[1:])))
-    return views[0]
+    return found[0]
 
 
 def normalized() -> keras.Model:
@@ -166,6 +180,27 @@ def test_one_number_repeated_is_a_constant_that_stays():
         for t in n.outputs
     )
     assert timeline.resident_bytes == view.weight_bytes + inputs
+
+
+@pytest.mark.parametrize(("order", "folded"), [((0, 2, 1), True), ((1, 0, 2), False)])
+def test_products_read_past_a_transpose_of_matrices(order, folded):
+    x = keras.Input((16, 16))
+    h = L.Dense(16)(x)
+    model = keras.Model(x, L.Dense(8)(keras.ops.matmul(h, keras.ops.transpose(h, order))))
+    view, left = traced_and_asked(model, keras.optimizers.SGD())
+    (node,) = (n for n in view.nodes if n.op.startswith("Transpose") and not n.backward)
+    shares = view.buffers[node.outputs[0]] != node.outputs[0]
+    assert shares is folded
+    assert (node.name in left) is not folded
+
+
+def test_a_transpose_that_something_else_reads_is_not_folded():
+    x = keras.Input((8, 8))
+    h = keras.ops.transpose(L.Dense(8)(x), (0, 2, 1))
+    view = traced(keras.Model(x, L.Dense(8)(keras.ops.matmul(x, h) + h)), keras.optimizers.SGD())
+    forward = {n.op for n in view.nodes if not n.backward}
+    assert "Transpose" in forward
+    assert op_traits.FOLDED_TRANSPOSE not in forward
 
 
 def test_silu_keeps_what_it_reads():

@@ -108,6 +108,48 @@ def test_pooling_gradients_find_the_largest_again():
     assert expected <= _measured(gradient, x, y) <= 2 * expected + MIB
 
 
+EINSUMS = {
+    "as it is": ("ab,bc->ac", (256, 512), (512, 256)),
+    "batches": ("xab,xbc->xac", (4, 256, 256), (4, 256, 256)),
+    "swapped": ("ba,cb->ac", (512, 256), (256, 512)),
+    "turned result": ("ab,bc->ca", (256, 512), (512, 256)),
+    "attention": ("abcd,aecd->aceb", (8, 64, 4, 64), (8, 96, 4, 64)),
+    "values": ("acbe,aecd->abcd", (8, 4, 64, 96), (8, 96, 4, 64)),
+    "projection": ("btw,whd->bthd", (8, 64, 128), (128, 4, 64)),
+    "its gradient": ("btw,bthd->whd", (8, 64, 128), (8, 64, 4, 64)),
+    "experts": ("btef,efw->btew", (8, 64, 4, 128), (4, 128, 128)),
+    "ellipsis": ("...ab,...bc->...ac", (4, 256, 256), (4, 256, 256)),
+    "broadcast": ("...ab,bc->...ca", (4, 256, 256), (256, 256)),
+    "summed": ("abx,bc->ac", (256, 256, 8), (256, 512)),
+    "outer": ("a,b->ba", (512,), (512,)),
+    "transposed": ("abc->cab", (64, 64, 64), None),
+    "sum": ("abc->a", (64, 64, 64), None),
+}
+
+
+@pytest.mark.parametrize(("equation", "first", "second"), EINSUMS.values(), ids=EINSUMS)
+def test_an_einsum_transposes_what_is_in_another_order(equation, first, second):
+    shapes = [first] if second is None else [first, second]
+    inputs = [tf.ones(shape) for shape in shapes]
+
+    def product(*values):
+        return tf.raw_ops.Einsum(inputs=values, equation=equation)
+
+    result = product(*inputs).shape
+    expected = workspace("Einsum", shapes, [result], threads=1, equation=equation).total
+    measured = _measured(product, *inputs)
+    assert expected <= measured + MIB // 16
+    assert measured <= 2 * expected + MIB // 16
+
+
+def test_an_einsum_of_halves_needs_half():
+    arguments = "Einsum", [(8, 4), (4, 2)], [(2, 8)], 1
+    whole, half = (
+        workspace(*arguments, equation="ab,bc->ca", width=width).total for width in (4, 2)
+    )
+    assert whole == 2 * half == 64
+
+
 @pytest.mark.parametrize(
     ("op", "inputs"), [("MatMul", [(4, 4), (4, 4)]), ("MaxPoolGrad", [(1, 8, 8, 1), None, None])]
 )
