@@ -6,13 +6,14 @@
     python benchmarks/echo_footprint.py --rivals            # and what else there is (rivals.py)
     python benchmarks/echo_footprint.py --parts             # and echo without each of its parts
     python benchmarks/echo_footprint.py nmt-2000 --what 10  # and what the peak is made of
+    python benchmarks/echo_footprint.py mlp --repeat 5      # medians of five runs of each policy
 
 Each run has a process of its own (see harness.py). Peaks are medians over the steps, in MiB,
-weights included; the spread is that of the steps of one run; ratios compare two runs of this
-command. TensorFlow's allocator hands out chunks up to twice as large as what it is asked for:
-"asked" is the peak without that, and what a prediction's error is of. Under XLA the peak is what
-the compiler allots to the step; what is predicted, and what --what lists without --xla, is the step
-that is not compiled. What fails is listed with its error.
+weights included; the spread is that of the steps of one run, or of several runs; ratios compare
+runs of this command. TensorFlow's allocator hands out chunks up to twice as large as what it is
+asked for: "asked" is the peak without that, and what a prediction's error is of. Under XLA the peak
+is what the compiler allots to the step; what is predicted, and what --what lists without --xla, is
+the step that is not compiled. What fails is listed with its error.
 """
 
 import argparse
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("--xla", action="store_true", help="compile the train step")
     parser.add_argument("--rivals", action="store_true", help="also measure rivals.py")
     parser.add_argument("--parts", action="store_true", help="also leave out each part of echo")
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="run all policies N times, in turns"
+    )
     parser.add_argument(
         "--what", type=int, default=0, metavar="N", help="list the N largest parts of each peak"
     )
@@ -60,13 +64,14 @@ def main() -> None:
     failures: dict[tuple[str, str], str] = {}
     for name in names:
         title = workloads.FOOTPRINT[name]().name
-        results[title] = {}
-        for policy in policies:
+        runs: dict[str, list[harness.Result]] = {}
+        for policy in policies * args.repeat:
             try:
-                results[title][policy] = measure(name, policy, args)
+                runs.setdefault(policy, []).append(measure(name, policy, args))
             except harness.ChildError as error:
                 failures[title, policy] = error.reason
                 print(f"{name}, {policy}: {error.reason}", file=sys.stderr, flush=True)
+        results[title] = {policy: harness.median(found) for policy, found in runs.items() if found}
     show(results, failures)
     harness.write_json(args.json, results)
 

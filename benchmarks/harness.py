@@ -77,6 +77,20 @@ class ChildError(RuntimeError):
         return lines[-1]
 
 
+def median(results: Sequence[Result]) -> Result:
+    """Of runs of the same, number by number; the spread is between runs if there are several."""
+    if len(results) == 1:
+        return results[0]
+    peaks = [result.peak_bytes for result in results]
+    medians = {
+        field.name: statistics.median(getattr(result, field.name) for result in results)
+        for field in dataclasses.fields(Result)
+        if field.name not in ("spread", "loss", "largest")
+    }
+    spread = (max(peaks) - min(peaks)) / statistics.median(peaks)
+    return dataclasses.replace(results[-1], **medians, spread=spread)
+
+
 def run_child(
     script: str,
     arguments: Sequence[str],

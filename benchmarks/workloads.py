@@ -246,7 +246,8 @@ def lstm_unrolled(batch: int = 16, length: int = 64, units: int = 512) -> Worklo
         return keras.Sequential([keras.Input((length, units)), rnn])
 
     x, y = _noise(batch, length, units), _noise(batch, length, units)
-    return Workload(f"LSTM({units}), {length} steps unrolled, batch {batch}", build, "mse", x, y)
+    name = f"LSTM({units}), {length} steps unrolled, batch {batch}"
+    return Workload(name, build, "mse", x, y, steps=20)
 
 
 def gru_language_model(
@@ -303,7 +304,7 @@ FOOTPRINT: dict[str, Callable[[], Workload]] = {
     "additive-attention": additive_attention,
     "lstm-recurrent-dropout": lstm_recurrent_dropout,
     "lstm-unrolled": lstm_unrolled,
-    "decoder-unrolled": lambda: attention_decoder(40, units=256, steps=7),
+    "decoder-unrolled": lambda: attention_decoder(40, units=256, steps=30),
     "gru-lm": gru_language_model,
     "deepspeech2": deep_speech,
 }
