@@ -13,7 +13,8 @@ from tf_echo.graph_view import GraphView, per_view
 from tf_echo.op_traits import Kind
 
 _MIN_BYTES = 1 << 10
-"""Smaller tensors are left alone."""
+_MIN_SHARE = 0.02
+"""What is smaller than that, or than this part of the largest, is left alone."""
 
 
 @per_view
@@ -44,13 +45,10 @@ def worthwhile(view: GraphView) -> list[int]:
     say, does not.
     """
     found = gates(view)
-    return sorted(
-        node
-        for group in _groups(view)
-        if _is_worth_waiting(view, group)
-        for node in group
-        if node in found
-    )
+    gains = [(_bytes_held(view, group), group) for group in _groups(view)]
+    least = max(_MIN_BYTES, _MIN_SHARE * max((gain for gain, _ in gains), default=0))
+    worth = (node for gain, group in gains if gain >= least for node in group)
+    return sorted(node for node in worth if node in found)
 
 
 def waits(view: GraphView, names: Iterable[str]) -> list[tuple[int, int]]:
@@ -94,8 +92,8 @@ def _groups(view: GraphView) -> list[list[int]]:
     return list(groups.values())
 
 
-def _is_worth_waiting(view: GraphView, group: Sequence[int]) -> bool:
-    """Whether the results are larger than what is held for nothing else."""
+def _bytes_held(view: GraphView, group: Sequence[int]) -> int:
+    """Bytes of the results, 0 if more is held for nothing else when the group waits."""
     members = set(group)
     nodes = [view.nodes[number] for number in group]
     made = {t for node in nodes for t in node.outputs if view.buffers[t] == t}
@@ -105,7 +103,8 @@ def _is_worth_waiting(view: GraphView, group: Sequence[int]) -> bool:
         readers = _readers(view)
         return sum(view.tensors[r].nbytes for r in roots if bool(readers[r] - members) is needed)
 
-    return size(made, True) >= max(size(read - made, False), _MIN_BYTES)
+    results = size(made, True)
+    return results if results >= size(read - made, False) else 0
 
 
 @per_view

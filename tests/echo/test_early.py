@@ -68,6 +68,42 @@ def test_a_mask_waits_where_what_it_is_made_of_is_held_anyway():
     assert named(view) == [("d", "ds")]
 
 
+def test_what_is_small_beside_the_largest_is_left_alone():
+    view = softplus("d = Sigmoid a [1MiB]\n e = Mean a [16KiB]\n f = Mul scaled e [1MiB]")
+    assert named(view) == [("d", "ds")]
+    larger = softplus("d = Sigmoid a [1MiB]\n e = Mean a [32KiB]\n f = Mul scaled e [1MiB]")
+    assert named(larger) == [("d", "ds"), ("e", "ds")]
+
+
+HELD = """
+    x = Placeholder [1KiB]
+    a = MatMul x x [4MiB]
+    y = MatMul a x [1KiB]
+    b = MatMul x x [1KiB]
+    loss = MatMul y b [4B]
+    backward:
+    g = Const [4B fixed]
+    dy = Mul g loss [1KiB]
+    ds = MatMul dy x [4MiB]
+    d = {derivative}
+    da = Mul ds d [4MiB]
+    loss: loss
+    seed: g
+"""
+
+
+@pytest.mark.parametrize(
+    ("derivative", "waits"), [("Sigmoid a [4MiB]", ("d",)), ("Greater a x [1MiB bool]", ())]
+)
+def test_what_would_raise_the_peak_does_not_wait(derivative, waits):
+    """By the rule the derivative runs before `b`, and so before the backward pass."""
+    view = parse_view(HELD.format(derivative=derivative))
+    (schedule,) = [evaluation.Schedule(waits=(view.nodes[n].name,)) for n in early.gates(view)]
+    trial = evaluation._try(view, (), evaluation.Schedule(), 1.0)
+    found = evaluation._wait(view, trial, schedule.waits, 1.0)
+    assert found.schedule.waits == waits
+
+
 def test_what_waits_runs_after_the_gradient():
     view = softplus("d = Sigmoid a [1MiB]")
     schedule = evaluation.Schedule(waits=("d",))
