@@ -66,12 +66,18 @@ def main() -> None:
         title = workloads.FOOTPRINT[name]().name
         runs: dict[str, list[harness.Result]] = {}
         for policy in policies * args.repeat:
+            if (title, policy) in failures:
+                continue
             try:
                 runs.setdefault(policy, []).append(measure(name, policy, args))
             except harness.ChildError as error:
                 failures[title, policy] = error.reason
                 print(f"{name}, {policy}: {error.reason}", file=sys.stderr, flush=True)
-        results[title] = {policy: harness.median(found) for policy, found in runs.items() if found}
+        results[title] = {
+            policy: harness.median(found)
+            for policy, found in runs.items()
+            if (title, policy) not in failures
+        }
     show(results, failures)
     harness.write_json(args.json, results)
 

@@ -39,7 +39,7 @@ class Result:
     peak_bytes: float
     """Median over the steps of the most that was allocated at once, weights included."""
     spread: float
-    """(highest - lowest) / median of the steps' peaks."""
+    """(highest - lowest) / median of the steps' peaks, or of the peaks of several runs."""
     requested_bytes: float
     """The same peak by what variables and one step asked for, where the allocator hands out up to
     twice that; 0 under XLA."""

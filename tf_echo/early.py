@@ -18,42 +18,44 @@ _MIN_SHARE = 0.02
 
 
 @per_view
-def gates(view: GraphView) -> dict[int, int]:
+def upstream(view: GraphView) -> dict[int, int]:
     """The nodes that begin what gradients make of forward values alone, each with the upstream
     gradient that it may wait for.
 
     That is no elementwise op: Grappler would no longer multiply in the order that it likes best,
-    and results would be rounded in another way.
+    and results would be rounded in another way. Nor is it there from the start, as what the
+    gradient of a mean is made of.
     """
     early, users = _early(view), _users(view)
-    merged, upstream = scheduling.last_merged(view), gating.follows_gradient(view)
+    merged, late = scheduling.last_merged(view), gating.late_nodes(view)
+    follows = gating.follows_gradient(view)
     found = {}
     for node in view.nodes:
         begins = early[node.id] and not any(early[s] for s in view.sources[node.id])
         if begins and users[node.id] >= 0:
-            gradient = scheduling.gradient_before(view, [users[node.id]], node.id, upstream)
+            gradient = scheduling.gradient_before(view, [users[node.id]], node.id, follows)
             while gradient is not None and view.kinds[gradient] is Kind.ELEMENTWISE:
-                gradient = max((s for s in view.sources[gradient] if upstream[s]), default=None)
+                gradient = max((s for s in view.sources[gradient] if follows[s]), default=None)
             # What TensorFlow merges with the gradient must not need the node.
-            if gradient is not None and merged[gradient] < node.id:
+            if gradient is not None and late[gradient] and merged[gradient] < node.id:
                 found[node.id] = gradient
     return found
 
 
 def worthwhile(view: GraphView) -> list[int]:
-    """Those of `gates` that had better wait: what is smaller than all that is held for it, a mask
-    say, does not.
+    """The nodes of `upstream`, but for groups whose results are smaller than the forward tensors
+    that would be held for them alone (a mask), and groups that are too small to matter.
     """
-    found = gates(view)
+    found = upstream(view)
     gains = [(_bytes_held(view, group), group) for group in _groups(view)]
     least = max(_MIN_BYTES, _MIN_SHARE * max((gain for gain, _ in gains), default=0))
     worth = (node for gain, group in gains if gain >= least for node in group)
     return sorted(node for node in worth if node in found)
 
 
-def waits(view: GraphView, names: Iterable[str]) -> list[tuple[int, int]]:
+def pairs(view: GraphView, names: Iterable[str]) -> list[tuple[int, int]]:
     """Pairs (a gradient, the node of that name that is to wait for it)."""
-    found = gates(view)
+    found = upstream(view)
     nodes = [view.by_name[name] for name in names]
     return [(found[node], node) for node in nodes if node in found]
 
@@ -61,21 +63,21 @@ def waits(view: GraphView, names: Iterable[str]) -> list[tuple[int, int]]:
 @per_view
 def _early(view: GraphView) -> list[bool]:
     """Which nodes of the backward pass need forward values, but no gradient."""
-    upstream, needs_forward = gating.follows_gradient(view), gating.need_forward_values(view)
+    follows, needs_forward = gating.follows_gradient(view), gating.need_forward_values(view)
     return [
-        needs_forward[node.id] and not upstream[node.id] and op_traits.is_replayable(node.op)
+        needs_forward[node.id] and not follows[node.id] and op_traits.is_replayable(node.op)
         for node in view.nodes
     ]
 
 
 def _users(view: GraphView) -> list[int]:
-    """For each node the first that multiplies a gradient with it or what follows from it, say;
-    -1 if there is none.
+    """For each node the first that combines a gradient with it, or with what early nodes make of
+    it; -1 if there is none.
     """
-    early, upstream = _early(view), gating.follows_gradient(view)
+    early, follows = _early(view), gating.follows_gradient(view)
     users = [-1] * len(view.nodes)
     for node in reversed(view.nodes):
-        user = node.id if upstream[node.id] else users[node.id] if early[node.id] else -1
+        user = node.id if follows[node.id] else users[node.id] if early[node.id] else -1
         for source in view.sources[node.id] if user >= 0 else ():
             users[source] = user if users[source] < 0 else min(users[source], user)
     return users
@@ -85,15 +87,17 @@ def _groups(view: GraphView) -> list[list[int]]:
     """Early nodes that make one another."""
     early = _early(view)
     nodes = [node.id for node in view.nodes if early[node.id]]
-    pairs = [(source, n) for n in nodes for source in view.sources[n] if early[source]]
+    links = [(source, n) for n in nodes for source in view.sources[n] if early[source]]
     groups = collections.defaultdict(list)
-    for node, group in regions.joined(nodes, pairs).items():
+    for node, group in regions.joined(nodes, links).items():
         groups[group].append(node)
     return list(groups.values())
 
 
 def _bytes_held(view: GraphView, group: Sequence[int]) -> int:
-    """Bytes of the results, 0 if more is held for nothing else when the group waits."""
+    """Bytes of what others read of a group; 0 if waiting would hold more forward tensors, which
+    nothing else in the backward pass reads.
+    """
     members = set(group)
     nodes = [view.nodes[number] for number in group]
     made = {t for node in nodes for t in node.outputs if view.buffers[t] == t}

@@ -7,7 +7,7 @@ where the peak is not lower in the end.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -65,11 +65,17 @@ class Schedule:
     waits: tuple[str, ...] = ()
 
 
-def schedule_of(view: GraphView) -> Schedule:
-    """What may be done to a view whatever is recomputed."""
-    names = [node.name for node in view.nodes]
-    sums = tuple(names[n] for n in scheduling.running_sums(view))
-    return Schedule(sums, waits=tuple(names[n] for n in early.worthwhile(view)))
+def schedule_of(view: GraphView, without: Collection[str] = ()) -> Schedule:
+    """What may be done to a view whatever is recomputed.
+
+    Args:
+        view: the view.
+        without: parts of a schedule to leave out.
+    """
+    sums = () if "sums" in without else scheduling.running_sums(view)
+    waits = () if "waits" in without else early.worthwhile(view)
+    names = [tuple(view.nodes[n].name for n in found) for found in (sums, waits)]
+    return Schedule(names[0], waits=names[1])
 
 
 def rewire(
@@ -163,7 +169,7 @@ class _Rewiring:
         self.waits = {} if in_loop else scheduling.waits(view, sorted(self.due))
         self.after: dict[int, list[int]] = {}
         if (self.due or schedule != Schedule()) and not in_loop:
-            put_offs = scheduling.put_offs(view) + early.waits(view, schedule.waits)
+            put_offs = scheduling.put_offs(view) + early.pairs(view, schedule.waits)
             for first, second in put_offs:
                 self.after.setdefault(second, []).append(first)
         self._note_sums([view.by_name[n] for n in schedule.sums])
@@ -397,9 +403,10 @@ def choose(
             best = _try(view, tried, given, scale)
             if tried is not dropped:
                 best = _refine(view, best, scale, baseline, steps)
-            best = _wait(view, best, waits, scale) if waits else best
-            packed = _pack(view, best, scale) if bits else best
-            for trial in (best,) if packed is best else (packed, best):
+            waiting = _wait(view, best, waits, scale) if waits else best
+            packed = _pack(view, waiting, scale) if bits else waiting
+            trials = {id(trial): trial for trial in (packed, waiting, best)}
+            for trial in trials.values():
                 if lower(trial):
                     after = peak_memory(trial.rewired.view, trial.timeline)
                     note = _why_nothing(decisions) if tried is dropped else ""

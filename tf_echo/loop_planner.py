@@ -94,7 +94,8 @@ def _plan_loop(
     body = apply(loop.body, inner)
     before = loop_memory.loop_memory(loop, loop.body)
     tidied = judged and not loop.compiled
-    sums = evaluation.schedule_of(body).sums if tidied and "sums" not in without else ()
+    # Nothing in a body waits for gradients: its iterations are short.
+    sums = evaluation.schedule_of(body, {*without, "waits"}).sums if tidied else ()
     trials = []
     for decisions in decide(body):
         chosen = evaluation.drop_trivial(decisions) if judged else decisions

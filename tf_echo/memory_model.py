@@ -93,6 +93,11 @@ class _Simulation:
             for tensor in node.inputs:
                 self.uses[self.roots[tensor]] += 1
         self.owned = [True] * len(view.tensors)
+        self.loop_work = frozenset(
+            tensor
+            for loop in view.loops
+            for tensor in (*loop.kept, *loop.forward_work, *loop.backward_work)
+        )
         self.handles: dict[int, int] = {}
         """From the memory that a variable's read returns to the variable's handle."""
         self.reads: collections.Counter[int] = collections.Counter()
@@ -162,10 +167,11 @@ class _Simulation:
     def _written_over(self, node: Node) -> dict[int, Sequence[int]]:
         """For outputs the inputs whose memory they may take, if nobody else will read those."""
         kind = self.view.kinds[node.id]
-        if kind is Kind.CONTROL_FLOW:
+        if node.op in ("While", "StatelessWhile"):
             # Loops replace the items of their lists one by one.
             pairs = zip(node.outputs, node.inputs, strict=False)
-            return {o: (i,) for o, i in pairs if self.view.tensors[o].dtype == "variant"}
+            lists = (pair for pair in pairs if self.view.tensors[pair[0]].dtype == "variant")
+            return {output: (given,) for output, given in lists if output not in self.loop_work}
         place = 0 if kind is Kind.ELEMENTWISE else _WRITES_OVER_INPUT.get(node.op, -1)
         return {o: node.inputs for p, o in enumerate(node.outputs) if p == place}
 

@@ -151,9 +151,8 @@ def _decide(
         cost, run, past_heavy = settings.cost_model, times(part), "heavy" not in settings.without
         return [policy.solve(part, regions, cost, run, packs, past_heavy) for regions in found]
 
-    schedule = evaluation.schedule_of(view) if tidied else evaluation.Schedule()
-    left_out = {part: () for part in ("sums", "waits") if part in settings.without}
-    schedule = dataclasses.replace(schedule, **left_out)
+    without = settings.without if tidied else TECHNIQUES
+    schedule = evaluation.schedule_of(view, without)
 
     def best(part: GraphView) -> evaluation.Choice:
         run = times(part)

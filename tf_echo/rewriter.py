@@ -60,7 +60,7 @@ def rewrite(trace: Trace, plan: RecomputePlan) -> None:
     added = frozenset(trace.graph.get_operations()[known:])
     for residual in plan.bits:
         packer.keep_bits(trace, residual, _gradient(trace, residual.gate, totals), added)
-    for first, second in scheduling.put_offs(trace.view) + early.waits(trace.view, plan.waits):
+    for first, second in scheduling.put_offs(trace.view) + early.pairs(trace.view, plan.waits):
         tf_internals.wait_for(trace.operations[second], _operation(trace, first, totals))
 
 
@@ -77,11 +77,11 @@ def check(trace: Trace, plan: RecomputePlan) -> Trace:
     """
     for loop_plan, loop in _loops(trace, plan.loops):
         _check_loop(loop, loop_plan)
+    _check_waits(trace, plan.waits)
     trace = dataclasses.replace(trace, view=loop_evaluation.planned(trace.view, plan.loops))
     for decision in plan.recomputed:
         _check(trace, decision)
     _check_sums(trace, plan.sums)
-    _check_waits(trace, plan.waits)
     for residual in plan.bits:
         _check_bits(trace, residual, plan.recomputed)
     return trace
@@ -157,7 +157,7 @@ def _check_sums(trace: Trace, names: Sequence[str]) -> None:
 
 
 def _check_waits(trace: Trace, names: Sequence[str]) -> None:
-    known = early.gates(trace.view)
+    known = early.upstream(trace.view)
     for name in names:
         if trace.view.by_name.get(name) not in known:
             raise PlanMismatchError(

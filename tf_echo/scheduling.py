@@ -161,6 +161,7 @@ def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     """The updates of variables that need of the backward pass nothing from `end` on."""
     follows, sources, successors = _order(view)
     merged = last_merged(view)
+    upstream, needs_forward = follows_gradient(view), need_forward_values(view)
 
     def there(node: int) -> bool:
         """Whether it is there by then; what forward nodes made may be what is recomputed."""
@@ -173,7 +174,11 @@ def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     waiting = list(gradients)
     while waiting:
         for node in successors[waiting.pop()]:
-            if node >= end and node not in done and all(there(source) for source in sources[node]):
+            # What may be there before any gradient may wait for one that comes later.
+            early = needs_forward[node] and not upstream[node]
+            if node < end or node in done or early:
+                continue
+            if all(there(source) for source in sources[node]):
                 done.add(node)
                 waiting.append(node)
                 if not view.nodes[node].outputs:

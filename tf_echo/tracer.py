@@ -24,7 +24,7 @@ from tf_echo.op_traits import Kind
 _MERGED = op_traits.REPLAYABLE | {Kind.METADATA, Kind.HEAVY}
 _KEPT_APART = frozenset(("AddN", "TensorListGetItem"))
 """What plans name by its operation."""
-_PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"))
+_PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2"))
 _UNIFORM = frozenset(("Fill", "ZerosLike", "OnesLike"))
 _LARGE_CONSTANT = 64
 """Elements from which it would take long to compare constants."""
@@ -576,7 +576,7 @@ def in_order(
 
 def _is_folded(operation: tf.Operation) -> bool:
     """Whether it transposes matrices for products alone, which then read them as they are."""
-    if operation.type != "Transpose":
+    if operation.type != "Transpose" or operation.outputs[0].dtype.is_complex:
         return False
     order = tf.get_static_value(operation.inputs[1])
     if order is None or len(order) < 2:

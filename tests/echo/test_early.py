@@ -54,8 +54,8 @@ def softplus(derivative: str) -> GraphView:
 
 
 def named(view: GraphView) -> list[tuple[str, str]]:
-    gates = early.gates(view)
-    return [(view.nodes[n].name, view.nodes[gates[n]].name) for n in early.worthwhile(view)]
+    found = early.upstream(view)
+    return [(view.nodes[n].name, view.nodes[found[n]].name) for n in early.worthwhile(view)]
 
 
 @pytest.mark.parametrize(("derivative", "expected"), DERIVATIVES.values(), ids=DERIVATIVES)
@@ -98,7 +98,7 @@ HELD = """
 def test_what_would_raise_the_peak_does_not_wait(derivative, waits):
     """By the rule the derivative runs before `b`, and so before the backward pass."""
     view = parse_view(HELD.format(derivative=derivative))
-    (schedule,) = [evaluation.Schedule(waits=(view.nodes[n].name,)) for n in early.gates(view)]
+    (schedule,) = [evaluation.Schedule(waits=(view.nodes[n].name,)) for n in early.upstream(view)]
     trial = evaluation._try(view, (), evaluation.Schedule(), 1.0)
     found = evaluation._wait(view, trial, schedule.waits, 1.0)
     assert found.schedule.waits == waits
@@ -113,13 +113,56 @@ def test_what_waits_runs_after_the_gradient():
     assert names.index("d") > names.index("ds")
 
 
-def test_a_plan_says_what_waits_and_may_leave_it_out():
-    view = softplus("d = Sigmoid a [1MiB]")
+def test_what_is_there_from_the_start_is_not_waited_for():
+    """The gradient of a mean is made of constants."""
+    view = parse_view("""
+        x = Placeholder [1MiB]
+        a = MatMul x x [1MiB]
+        s = Softplus a [1MiB]
+        loss = Mean s [4B]
+        backward:
+        g = Const [4B fixed]
+        ds = Tile g [1MiB]
+        d = Sigmoid a [1MiB]
+        da = Mul ds d [1MiB]
+        dx = MatMul x da [1MiB]
+        loss: loss
+        seed: g
+    """)
+    assert early.upstream(view) == {}
+
+
+def test_a_plan_says_what_waits_what_that_saves_and_may_leave_it_out():
+    """By the rule `d` runs before `b`, and is held meanwhile."""
+    view = parse_view("""
+        x = Placeholder [1KiB]
+        w = Const [1KiB fixed]
+        a = MatMul x w [4MiB]
+        s = Softplus a [4MiB]
+        y = MatMul s w [1KiB]
+        b = MatMul x w [1KiB]
+        t = MatMul y b [4MiB]
+        loss = Mean t [4B]
+        backward:
+        g = Const [4B fixed]
+        dt = Mul t g [4MiB]
+        dy = MatMul dt w [1KiB]
+        ds = MatMul dy w [4MiB]
+        d = Sigmoid a [4MiB]
+        da = Mul ds d [4MiB]
+        dw = MatMul a da [1KiB fixed]
+        loss: loss
+        seed: g
+    """)
     settings = passes.Settings(cost_model=UnitCost())
-    schedule = evaluation.schedule_of(view)
-    assert schedule.waits == ("d",)
-    without = dataclasses.replace(settings, without=("waits",))
-    assert passes.plan_view(view, without).waits == ()
+    plan = passes.plan_view(view, settings)
+    assert plan.waits == ("d",)
+    (share,) = plan.shares
+    assert (share.technique, share.count) == ("waits", 1)
+    assert share.saved_bytes > 0
+    without = passes.plan_view(view, dataclasses.replace(settings, without=("waits",)))
+    assert without.waits == ()
+    assert without.after.total_bytes == plan.after.total_bytes + share.saved_bytes
 
 
 class Softplus(keras.layers.Layer):
@@ -165,7 +208,8 @@ def test_a_plan_that_lets_something_else_wait_is_refused_and_changes_nothing(nam
         x = tf.compat.v1.placeholder(tf.float32, (32, 32), "x")
         with tf.GradientTape() as tape:
             tape.watch(x)
-            loss = tf.reduce_sum(tf.math.softplus(x * 2.0) * x, name="Sum")
+            y = tf.matmul(tf.math.softplus(x * 2.0) * x, tf.ones((32, 32)))
+            loss = tf.reduce_sum(y**2, name="Sum")
         gradient = tf.identity(tape.gradient(loss, x), "gradient")
         trace = passes.trace_step([loss], [gradient])
         waits = tuple(trace.view.nodes[n].name for n in early.worthwhile(trace.view))

@@ -74,6 +74,12 @@ def peak_kib(text: str, scale: float = 1.0, weight_bytes: int = 0) -> float:
             1 + 1 + 1 + 8 + 8,
         ),
         (
+            "nor do other functions",
+            "x = Placeholder [1KiB]\nl = ZerosLike x [8KiB variant]\nn = Neg x [1KiB]\n"
+            "w = If n l [1KiB, 8KiB variant]",
+            1 + 1 + 1 + 8 + 8,
+        ),
+        (
             "all terms of a sum are there at once",
             "x = Placeholder [1KiB]\n"
             + "\n".join(f"m{i} = MatMul x x [4KiB]" for i in range(5))

@@ -96,6 +96,7 @@ _RUNS = [
 @pytest.mark.parametrize(("name", "policy", "planner"), _RUNS)
 def test_model_trains_the_same(name, policy, planner, monkeypatch):
     forcing.force(monkeypatch, planner)
+    forcing.ignore_workspaces(monkeypatch)
     run = _train(_named(name), policy, _echo)
     assert run.model.compute_dtype == policy.removeprefix("mixed_")
     assert run.model.optimizer.plan.recomputed
