@@ -386,6 +386,7 @@ _RUNS = [
 @pytest.mark.parametrize(("case", "planner"), _RUNS)
 def test_state_changes_as_without_echo(case, planner, monkeypatch):
     forcing.force(monkeypatch, planner)
+    forcing.ignore_workspaces(monkeypatch)
     run = _train(case, _echo)
     assert run.model.optimizer.plan.recomputed
     histories = _history(run, case.state)
