@@ -77,11 +77,12 @@ def check(trace: Trace, plan: RecomputePlan) -> Trace:
     """
     for loop_plan, loop in _loops(trace, plan.loops):
         _check_loop(loop, loop_plan)
-    _check_waits(trace, plan.waits)
+    untouched = trace
     trace = dataclasses.replace(trace, view=loop_evaluation.planned(trace.view, plan.loops))
     for decision in plan.recomputed:
         _check(trace, decision)
     _check_sums(trace, plan.sums)
+    _check_waits(untouched, plan.waits)
     for residual in plan.bits:
         _check_bits(trace, residual, plan.recomputed)
     return trace

@@ -312,6 +312,18 @@ def test_an_update_that_waits_for_a_later_input_gradient_is_not_waited_for():
     }
 
 
+def test_an_update_that_what_is_made_early_leads_to_is_not_waited_for():
+    """It may be made to wait for a gradient that needs what is recomputed."""
+    made = "b2 = Exp hh [1MiB fixed]\n c2 = Mul lr dw2 [1MiB fixed]\n u2 = Mul c2 b2 [1MiB fixed]"
+    text = LAYERS_WITH_UPDATES.format(norm="", by="lr")
+    text = text.replace("u2 = Mul lr dw2 [1MiB fixed]", made)
+    text = text.replace("dw2 = MatMul x dy", "hh = MatMul a x [1MiB fixed]\n dw2 = MatMul x dy")
+    view = parse_view(text)
+    (found,) = scheduling.waits(view, [view.node("dh").id]).values()
+    assert "s2" not in [view.nodes[n].name for n in found]
+    assert "hh" in [view.nodes[n].name for n in found]
+
+
 def test_a_bias_that_tensorflow_merges_with_a_filter_is_waited_for_together_with_it():
     view = parse_view("""
         x = Placeholder [1MiB]
