@@ -62,12 +62,9 @@ def pairs(view: GraphView, names: Iterable[str]) -> list[tuple[int, int]]:
 
 @per_view
 def _early(view: GraphView) -> list[bool]:
-    """Which nodes of the backward pass need forward values, but no gradient."""
-    follows, needs_forward = gating.follows_gradient(view), gating.need_forward_values(view)
-    return [
-        needs_forward[node.id] and not follows[node.id] and op_traits.is_replayable(node.op)
-        for node in view.nodes
-    ]
+    """Which of the early nodes may wait: those that have no effects."""
+    early = gating.early_nodes(view)
+    return [early[node.id] and op_traits.is_replayable(node.op) for node in view.nodes]
 
 
 def _users(view: GraphView) -> list[int]:

@@ -126,6 +126,13 @@ def find_gates(
     return {region: _find_gate(view, late, found) for region, found in readers.items()}
 
 
+@per_view
+def early_nodes(view: GraphView) -> list[bool]:
+    """Which backward nodes need forward values, but not the gradient of the loss."""
+    return [a and not b for a, b in zip(need_forward_values(view), late_nodes(view), strict=True)]
+
+
+@per_view
 def late_nodes(view: GraphView) -> list[bool]:
     """Which backward nodes follow from the gradient of the loss, and from values of the forward
     pass.

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from tf_echo import op_traits
-from tf_echo.gating import follows_gradient, holds_values, late_nodes, need_forward_values
+from tf_echo.gating import early_nodes, follows_gradient, holds_values, need_forward_values
 from tf_echo.graph_view import GraphView, Node, per_view
 from tf_echo.op_traits import Kind
 
@@ -161,7 +161,7 @@ def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     """The updates of variables that need of the backward pass nothing from `end` on."""
     follows, sources, successors = _order(view)
     merged = last_merged(view)
-    needs_forward, late = need_forward_values(view), late_nodes(view)
+    early = early_nodes(view)
 
     def there(node: int) -> bool:
         """Whether it is there by then; what forward nodes made may be what is recomputed."""
@@ -175,8 +175,7 @@ def _updates(view: GraphView, gradients: Sequence[int], end: int) -> list[int]:
     while waiting:
         for node in successors[waiting.pop()]:
             # What may be there before any gradient may wait for one that comes later.
-            early = needs_forward[node] and not late[node]
-            if node < end or node in done or early:
+            if node < end or node in done or early[node]:
                 continue
             if all(there(source) for source in sources[node]):
                 done.add(node)
